@@ -1,0 +1,243 @@
+"""Model configuration: frozen dataclasses, validated on construction.
+
+Every misuse raises `ConfigError`, whose message names the field, its value and what is allowed.
+`to_dict` and `from_dict` carry any configuration dataclass through JSON, so that a checkpoint can
+rebuild the model it holds.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+RopeConvention = Literal["interleaved", "half"]
+RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
+GroupScore = Literal["max", "top2"]
+Dtype = Literal["float32", "bfloat16"]
+CacheFormat = Literal["f32", "bf16", "fp8"]
+Remat = Literal["none", "full", "dots"]
+
+
+class ConfigError(ValueError):
+    """A configuration value that cannot work; the message names the field, the value and the rule."""
+
+
+def require(condition: bool, field: str, value: Any, allowed: str) -> None:
+    """Raise `ConfigError` in the house's one form unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{field} = {value!r}: {allowed}")
+
+
+def require_choice(field: str, value: Any, literal: Any) -> None:
+    options = typing.get_args(literal)
+    require(value in options, field, value, f"must be one of {', '.join(map(repr, options))}")
+
+
+def require_positive(config: Any, prefix: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value > 0, f"{prefix}{name}", value, "must be greater than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of the decoupled rope dims, with YaRN when `factor` is above 1.
+
+    `interleaved` rotates the pairs (0, 1), (2, 3), ...; `half` rotates (i, i + r/2). YaRN follows
+    Peng et al. 2023 (arXiv:2309.00071) in the DeepSeek form: the tables are multiplied by
+    m(mscale) / m(mscale_all_dim) and the softmax scale by m(mscale_all_dim)^2, where
+    m(s) = 0.1 s ln(factor) + 1.
+    """
+
+    theta: float = 10_000.0
+    convention: RopeConvention = "interleaved"
+    factor: float = 1.0
+    original_length: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self):
+        p = "attention.rope."
+        require_choice(p + "convention", self.convention, RopeConvention)
+        require_positive(self, p, "theta", "original_length", "beta_slow")
+        require(self.factor >= 1, p + "factor", self.factor, "must be at least 1 (1 means no YaRN)")
+        require(
+            self.beta_fast > self.beta_slow,
+            p + "beta_fast",
+            self.beta_fast,
+            f"must be above beta_slow ({self.beta_slow})",
+        )
+        require(self.mscale >= 0, p + "mscale", self.mscale, "must be 0 or more")
+        require(self.mscale_all_dim >= 0, p + "mscale_all_dim", self.mscale_all_dim, "must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). `q_lora_rank` 0 projects queries directly."""
+
+    num_heads: int = 16
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope: RopeConfig = RopeConfig()
+    # Low-rank norms of the DeepSeek models use 1e-6 whatever the model's own epsilon is.
+    latent_norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        p = "attention."
+        require_positive(
+            self, p, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+            "latent_norm_eps",
+        )  # fmt: skip
+        require(self.q_lora_rank >= 0, p + "q_lora_rank", self.q_lora_rank, "must be 0 (none) or more")
+        require(
+            self.qk_rope_head_dim % 2 == 0,
+            p + "qk_rope_head_dim",
+            self.qk_rope_head_dim,
+            "must be even: rope rotates pairs of dims",
+        )
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts; `num_experts` 0 makes every layer a dense MLP.
+
+    Experts are selected by score + bias and weighted by score. With `num_groups` above 1 only the
+    experts of the `top_groups` best groups take part, a group being worth its best expert (`max`,
+    DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3). `bias_step` is the step of the
+    auxiliary-loss-free balancing (arXiv:2408.15664), 0 for none.
+    """
+
+    num_experts: int = 0
+    num_shared_experts: int = 0
+    top_k: int = 1
+    expert_size: int = 0
+    first_dense: int = 0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "top2"
+    score: RouterScore = "sigmoid"
+    normalize: bool = True
+    routed_scale: float = 1.0
+    bias_step: float = 1e-3
+    sequence_loss: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        p = "moe."
+        require_choice(p + "score", self.score, RouterScore)
+        require_choice(p + "group_score", self.group_score, GroupScore)
+        for name in ("num_experts", "num_shared_experts", "first_dense", "bias_step", "sequence_loss", "z_loss"):
+            value = getattr(self, name)
+            require(value >= 0, p + name, value, "must be 0 or more")
+        if self.num_experts == 0:
+            return
+        require_positive(self, p, "expert_size", "routed_scale")
+        e, g = self.num_experts, self.num_groups
+        require(1 <= self.top_k <= e, p + "top_k", self.top_k, f"must lie between 1 and num_experts ({e})")
+        require(g >= 1 and e % g == 0, p + "num_groups", g, f"must divide num_experts ({e})")
+        require(1 <= self.top_groups <= g, p + "top_groups", self.top_groups, f"must lie between 1 and num_groups ({g})")
+        require(
+            self.top_k <= self.top_groups * (e // g),
+            p + "top_k",
+            self.top_k,
+            f"must not exceed the experts of the selected groups ({self.top_groups} groups of {e // g})",
+        )
+        if g > 1 and self.group_score == "top2":
+            require(e // g >= 2, p + "num_groups", g, f"groups of {e // g} expert cannot be scored by their best two")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of `num_layers` pre-norm layers: MLA, then a SwiGLU MLP or a mixture of experts.
+
+    Attributes:
+      max_length: longest sequence, in tokens, that training or serving may use.
+      mlp_size: hidden width of the dense MLPs.
+      dtype: of activations and matrix products; weights are float32, as are router and softmax.
+      cache_format: the cache's number format that the training graph simulates (`f32`: no rounding).
+      remat: what the backward pass recomputes per layer: `none`, `dots` (keeps matrix products), `full`.
+    """
+
+    vocab_size: int = 32_000
+    num_layers: int = 12
+    hidden_size: int = 768
+    mlp_size: int = 2048
+    max_length: int = 4096
+    attention: AttentionConfig = AttentionConfig()
+    moe: MoEConfig = MoEConfig()
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    init_std: float = 0.02
+    dtype: Dtype = "float32"
+    cache_format: CacheFormat = "f32"
+    remat: Remat = "none"
+
+    def __post_init__(self):
+        require_positive(
+            self, "", "vocab_size", "num_layers", "hidden_size", "max_length", "norm_eps", "init_std"
+        )
+        require_choice("dtype", self.dtype, Dtype)
+        require_choice("cache_format", self.cache_format, CacheFormat)
+        require_choice("remat", self.remat, Remat)
+        if self.num_dense_layers:
+            require_positive(self, "", "mlp_size")
+        require(
+            self.moe.first_dense <= self.num_layers,
+            "moe.first_dense",
+            self.moe.first_dense,
+            f"must not exceed num_layers ({self.num_layers})",
+        )
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.moe.first_dense if self.moe.num_experts else self.num_layers
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain JSON-ready values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
+    """Rebuild a configuration of type `cls` from `to_dict`'s output.
+
+    Raises:
+      ConfigError: on an unknown field (with the nearest known name) or a value that `cls` refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    kwargs = {}
+    for name, value in values.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; {cls.__name__} has {', '.join(hints)}"
+            raise ConfigError(f"{prefix}{name} is not a field of {cls.__name__}{hint}")
+        kwargs[name] = _rebuild(hints[name], value, f"{prefix}{name}")
+    return cls(**kwargs)
+
+
+def _rebuild(hint: Any, value: Any, name: str) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_dict(typing.cast(type, hint), value, f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        return tuple(value)
+    return value
