@@ -1,0 +1,12 @@
+"""Text in, packed batches of tokens out.
+
+    data = prepare(DataConfig(corpus="english"), vocab_size=8192)
+    batches = data.train_iterator()          # endless; batches.get_state() resumes it to the bit
+    next(batches)                            # {"tokens", "targets", "positions", "segment_ids", "loss_mask"}
+
+Every document is its tokens and then `<|endoftext|>`. A batch holds int32 arrays `[b, q]`.
+"""
+
+from train.data.config import DataConfig
+
+__all__ = ["DataConfig"]

@@ -1,0 +1,55 @@
+"""What text to train on and in what shape it reaches the model."""
+
+import dataclasses
+
+from mlaflax.config import require, require_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text, tokenizer and batches of a training run.
+
+    Attributes:
+      corpus: a named corpus (`train.data.CORPORA`): "english" and "bible" need pip packages alone.
+      paths: files, directories or glob patterns of your own, used in place of `corpus` when given:
+        .jsonl (also .json, .ndjson), .parquet, and any other suffix as UTF-8 text, a file a document.
+      text_field: the field of JSONL and the column of Parquet that holds the text.
+      tokenizer: path of a tokenizer.json; none trains one on the training documents, with as many
+        entries as the model's vocabulary.
+      sequence_length: tokens in a row.
+      batch_size: rows in a batch, over all hosts together.
+      seed: order of the documents; each epoch has its own.
+      held_out_fraction: the part of the text, in whole documents, that is never trained on.
+      max_documents: keep the first so many documents; 0 keeps all.
+      prefetch: batches made ahead by a thread; 0 makes each when it is asked for.
+      cache_dir: where downloads and token files live; none is $XDG_CACHE_HOME/mlaflax or ~/.cache/mlaflax.
+    """
+
+    corpus: str = "english"
+    paths: tuple[str, ...] = ()
+    text_field: str = "text"
+    tokenizer: str | None = None
+    sequence_length: int = 512
+    batch_size: int = 16
+    seed: int = 0
+    held_out_fraction: float = 0.04
+    max_documents: int = 0
+    prefetch: int = 2
+    cache_dir: str | None = None
+
+    def __post_init__(self):
+        require_positive(self, "data.", "sequence_length", "batch_size")
+        require(
+            0 < self.held_out_fraction < 1,
+            "data.held_out_fraction",
+            self.held_out_fraction,
+            "must lie between 0 and 1, both excluded",
+        )
+        for name in ("seed", "max_documents", "prefetch"):
+            value = getattr(self, name)
+            require(value >= 0, f"data.{name}", value, "must be 0 or more")
+        require(not isinstance(self.paths, str), "data.paths", self.paths, "must be a tuple of paths")
+        require(bool(self.text_field), "data.text_field", self.text_field, "must name a field")
+        require(
+            bool(self.corpus or self.paths), "data.corpus", self.corpus, "must name a corpus unless paths are given"
+        )
