@@ -24,7 +24,7 @@ MIN_VOCAB_SIZE = 256 + len(_SPECIALS)
 # How published tokenizers name the end of a text; the first that exists is used.
 _EOS_NAMES = (
     END_OF_TEXT,
-    "<｜end▁of▁sentence｜>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<|end_of_text|>",
     "</s>",
     "<eos>",
@@ -49,7 +49,9 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, eos_token: str | None = None):
         names = (eos_token,) if eos_token else _EOS_NAMES
         eos_id = next((i for i in map(inner.token_to_id, names) if i is not None), None)
-        require(eos_id is not None, "tokenizer", eos_token, f"has no end-of-text token, one of {', '.join(names)}")
+        require(
+            eos_id is not None, "tokenizer", eos_token, f"has no end-of-text token, one of {', '.join(names)}"
+        )
         self._inner = inner
         self._json = inner.to_str()
         # A second copy, because whether special tokens are parsed is state of the inner object.
@@ -89,7 +91,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Read a `tokenizer.json`, or the one in a directory; a tokenizer_config.json beside it names the eos.
+        """Read a `tokenizer.json`, or the one in a directory.
+
+        A tokenizer_config.json beside it names the end-of-text token.
 
         Raises:
           ConfigError: if the file is missing, is no tokenizer, or has no end-of-text token.
@@ -101,7 +105,9 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the Rust side raises bare Exception
-            raise ConfigError(f"tokenizer = {str(file)!r}: must be a Hugging Face tokenizer.json ({error})") from None
+            raise ConfigError(
+                f"tokenizer = {str(file)!r}: must be a Hugging Face tokenizer.json ({error})"
+            ) from None
         return cls(inner, _configured_eos(file.with_name("tokenizer_config.json")))
 
     @classmethod
@@ -175,7 +181,10 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character whose bytes never came, mostly nothing. Ready for the next text."""
+        """What is left: U+FFFD for a character whose bytes never came, mostly nothing.
+
+        The decoder is then ready for the next text.
+        """
         rest = self._tokenizer.decode(self._window)[self._emitted :]
         self._window, self._emitted = [], 0
         return rest

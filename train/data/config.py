@@ -51,5 +51,8 @@ class DataConfig:
         require(not isinstance(self.paths, str), "data.paths", self.paths, "must be a tuple of paths")
         require(bool(self.text_field), "data.text_field", self.text_field, "must name a field")
         require(
-            bool(self.corpus or self.paths), "data.corpus", self.corpus, "must name a corpus unless paths are given"
+            bool(self.corpus or self.paths),
+            "data.corpus",
+            self.corpus,
+            "must name a corpus unless paths are given",
         )
