@@ -138,7 +138,14 @@ class MoEConfig:
         p = "moe."
         require_choice(p + "score", self.score, RouterScore)
         require_choice(p + "group_score", self.group_score, GroupScore)
-        for name in ("num_experts", "num_shared_experts", "first_dense", "bias_step", "sequence_loss", "z_loss"):
+        for name in (
+            "num_experts",
+            "num_shared_experts",
+            "first_dense",
+            "bias_step",
+            "sequence_loss",
+            "z_loss",
+        ):
             value = getattr(self, name)
             require(value >= 0, p + name, value, "must be 0 or more")
         if self.num_experts == 0:
@@ -147,7 +154,12 @@ class MoEConfig:
         e, g = self.num_experts, self.num_groups
         require(1 <= self.top_k <= e, p + "top_k", self.top_k, f"must lie between 1 and num_experts ({e})")
         require(g >= 1 and e % g == 0, p + "num_groups", g, f"must divide num_experts ({e})")
-        require(1 <= self.top_groups <= g, p + "top_groups", self.top_groups, f"must lie between 1 and num_groups ({g})")
+        require(
+            1 <= self.top_groups <= g,
+            p + "top_groups",
+            self.top_groups,
+            f"must lie between 1 and num_groups ({g})",
+        )
         require(
             self.top_k <= self.top_groups * (e // g),
             p + "top_k",
@@ -155,7 +167,12 @@ class MoEConfig:
             f"must not exceed the experts of the selected groups ({self.top_groups} groups of {e // g})",
         )
         if g > 1 and self.group_score == "top2":
-            require(e // g >= 2, p + "num_groups", g, f"groups of {e // g} expert cannot be scored by their best two")
+            require(
+                e // g >= 2,
+                p + "num_groups",
+                g,
+                f"groups of {e // g} expert cannot be scored by their best two",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +242,9 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     for name, value in values.items():
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; {cls.__name__} has {', '.join(hints)}"
+            hint = (
+                f"; did you mean {prefix}{near[0]}?" if near else f"; {cls.__name__} has {', '.join(hints)}"
+            )
             raise ConfigError(f"{prefix}{name} is not a field of {cls.__name__}{hint}")
         kwargs[name] = _rebuild(hints[name], value, f"{prefix}{name}")
     return cls(**kwargs)

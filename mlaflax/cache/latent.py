@@ -1,0 +1,144 @@
+"""The latent cache as one pytree: packed pages of every layer in one flat pool, and the block tables."""
+
+import dataclasses
+import functools
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mlaflax.config import ModelConfig, require
+from mlaflax.formats import Format, get_format
+
+PAGE_SIZE = 128
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pool", "block_table"],
+    meta_fields=["format_name", "pages_per_layer"],
+)
+@dataclasses.dataclass(frozen=True)
+class LatentCache:
+    """Pages of `t` tokens over all layers.
+
+    Attributes:
+      pool: the format's parts, `[layers * pages_per_layer, t, size]` or `[..., size, t]`; layer `l`
+        owns the pages from `l * pages_per_layer` on. Flat, because slicing one layer out of
+        `[layers, pages, ...]` inside a loop over layers copies that layer's pool.
+      block_table: int32 `[b, p]`, the page that holds positions `i * t` to `(i + 1) * t - 1` of each
+        sequence, numbered within a layer; -1 where there is none yet.
+      format_name: the number format, see `mlaflax.formats`.
+      pages_per_layer: pages in each layer's share of the pool.
+    """
+
+    pool: dict[str, Array]
+    block_table: Int[Array, "b p"]
+    format_name: str
+    pages_per_layer: int
+
+    @classmethod
+    def create(
+        cls,
+        config: ModelConfig,
+        format: str,
+        *,
+        num_sequences: int,
+        max_length: int,
+        num_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+    ) -> Self:
+        """An empty cache.
+
+        With `num_pages` None there are pages for every sequence at full length and the block tables
+        already point at them; with a number, the tables start empty and the caller hands pages out
+        (`PageAllocator`).
+        """
+        require(num_sequences > 0, "num_sequences", num_sequences, "must be greater than 0")
+        require(max_length > 0, "max_length", max_length, "must be greater than 0")
+        require(page_size > 0, "page_size", page_size, "must be greater than 0")
+        per_sequence = -(-max_length // page_size)
+        if num_pages is None:
+            num_pages = num_sequences * per_sequence
+            table = jnp.arange(num_pages, dtype=jnp.int32).reshape(num_sequences, per_sequence)
+        else:
+            table = jnp.full((num_sequences, per_sequence), -1, jnp.int32)
+        attention = config.attention
+        parts = get_format(format).parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        pages = config.num_layers * num_pages
+        pool = {
+            name: jnp.zeros(
+                (pages, page_size, part.size) if part.token_major else (pages, part.size, page_size),
+                part.dtype,
+            )
+            for name, part in parts.items()
+        }
+        return cls(pool, table, format, num_pages)
+
+    @property
+    def format(self) -> Format:
+        return get_format(self.format_name)
+
+    @property
+    def page_size(self) -> int:
+        return self.pool["rope"].shape[-1]
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, in tokens, that a block table has room for."""
+        return self.block_table.shape[1] * self.page_size
+
+    def nbytes(self) -> int:
+        """Bytes of every array that exists: pool and block table."""
+        return sum(array.nbytes for array in jax.tree.leaves(self))
+
+    def page_pos(self) -> Int[Array, "b p"]:
+        """Position of each page's first token, -1 for an unused entry."""
+        first = jnp.arange(self.block_table.shape[1], dtype=jnp.int32) * self.page_size
+        return jnp.where(self.block_table >= 0, first, -1)
+
+    def layer_table(self, layer: Int[Array, ""] | int) -> Int[Array, "b p"]:
+        """The block table with ids offset to that layer's pages, as `mla_decode` takes it."""
+        return jnp.where(self.block_table >= 0, self.block_table + layer * self.pages_per_layer, -1)
+
+    def append(
+        self,
+        layer: Int[Array, ""] | int,
+        latent: Float[Array, "b q c"],
+        rope: Float[Array, "b q r"],
+        positions: Int[Array, "b q"],
+        valid: Bool[Array, "b q"],
+    ) -> Self:
+        """Write tokens of one layer, float32 in the stored basis, at their positions.
+
+        Tokens that are not `valid`, and positions without a page, are dropped.
+        """
+        page = jnp.take_along_axis(
+            self.layer_table(layer),
+            jnp.clip(positions // self.page_size, 0, self.block_table.shape[1] - 1),
+            axis=1,
+        )
+        keep = valid & (positions >= 0) & (positions < self.max_length) & (page >= 0)
+        # An index past the end: scatter drops it.
+        page = jnp.where(keep, page, self.pool["rope"].shape[0])
+        offset = positions % self.page_size
+        parts = get_format(self.format_name).parts(latent.shape[-1], rope.shape[-1])
+        packed = self.format.pack(latent, rope)
+        pool = {}
+        for name, array in self.pool.items():
+            at = array.at[page, offset] if parts[name].token_major else array.at[page, :, offset]
+            pool[name] = at.set(packed[name], mode="drop")
+        return dataclasses.replace(self, pool=pool)
+
+    def read(self, layer: int, sequence: int, length: int) -> dict[str, Array]:
+        """The packed parts of one sequence's first `length` tokens in one layer, `[length, size]` each."""
+        pages = -(-length // self.page_size)
+        ids = self.layer_table(layer)[sequence, :pages]
+        token_major = {
+            name: array[ids] if name == "latent" else jnp.swapaxes(array[ids], 1, 2)
+            for name, array in self.pool.items()
+        }
+        return {
+            name: array.reshape(pages * self.page_size, -1)[:length] for name, array in token_major.items()
+        }

@@ -1,0 +1,129 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): naive form without a cache, absorbed form with one."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mlaflax.cache import LatentCache
+from mlaflax.config import ModelConfig
+from mlaflax.formats import get_format
+from mlaflax.model.layers import RMSNorm, normal, rms_normalize
+from mlaflax.model.rope import apply_rope, softmax_scale
+from mlaflax.ops.attention import attention
+from mlaflax.ops.mla_decode import mla_decode
+from mlaflax.sharding import param
+
+
+class Tokens(NamedTuple):
+    """What every layer needs to know about the tokens at hand; computed once per call of the model.
+
+    Attributes:
+      positions: int32, restarting in each document.
+      segment_ids: int32, 0 for padding.
+      cos, sin: rope tables at those positions, float32.
+    """
+
+    positions: Int[Array, "b q"]
+    segment_ids: Int[Array, "b q"]
+    cos: Float[Array, "b q r/2"]
+    sin: Float[Array, "b q r/2"]
+
+    @property
+    def valid(self) -> Bool[Array, "b q"]:
+        return self.segment_ids > 0
+
+
+class MLA(nnx.Module):
+    """Latent attention.
+
+    The cache entry of a token is its latent, RMS-normalised but before the norm's weight (the stored
+    basis, where all rounding happens), and its rotated rope key. The weight acts on what is read back.
+
+    Parameters, float32: `q [d, h, n+r]`, or `q_down [d, l]`, `q_norm`, `q_up [l, h, n+r]`; `kv_down
+    [d, c+r]`; `kv_norm [c]`; `k_up [h, n, c]`, `v_up [h, v, c]` (head first, so that neither form
+    transposes them); `out [h, v, d]`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        a, d, std = config.attention, config.hidden_size, config.init_std
+        h, c, l = a.num_heads, a.kv_lora_rank, a.q_lora_rank
+        if l:
+            self.q_down = param(normal(rngs, (d, l), std), "embed", "q_lora")
+            self.q_norm = RMSNorm(l, a.latent_norm_eps, axis="q_lora")
+            self.q_up = param(normal(rngs, (l, h, a.qk_head_dim), std), "q_lora", "heads", "head_dim")
+        else:
+            self.q = param(normal(rngs, (d, h, a.qk_head_dim), std), "embed", "heads", "head_dim")
+        self.kv_down = param(normal(rngs, (d, c + a.qk_rope_head_dim), std), "embed", "kv_lora")
+        self.kv_norm = RMSNorm(c, a.latent_norm_eps, axis="kv_lora")
+        self.k_up = param(normal(rngs, (h, a.qk_nope_head_dim, c), std), "heads", "head_dim", "kv_lora")
+        self.v_up = param(normal(rngs, (h, a.v_head_dim, c), std), "heads", "head_dim", "kv_lora")
+        self.out = param(normal(rngs, (h, a.v_head_dim, d), std), "heads", "head_dim", "embed")
+        self.config = a
+        self.cache_format = config.cache_format
+        self.dtype = jnp.dtype(config.dtype)
+        self.scale = softmax_scale(a)
+
+    def __call__(
+        self,
+        x: Float[Array, "b q d"],
+        tokens: Tokens,
+        cache: LatentCache | None = None,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "b q d"], LatentCache | None]:
+        """Attend within the segments of `x`, or, with a cache, append to layer `layer` of it and attend to it."""
+        x = x.astype(self.dtype)
+        q_nope, q_rope = self._queries(x, tokens)
+        latent, rope = self._entry(x, tokens)
+        if cache is None:
+            with jax.named_scope("naive_attention"):
+                heads = self._naive(q_nope, q_rope, latent, rope, tokens.segment_ids)
+        else:
+            with jax.named_scope("append"):
+                cache = cache.append(layer, latent, rope, tokens.positions, tokens.valid)
+            with jax.named_scope("absorbed_attention"):
+                heads = self._absorbed(q_nope, q_rope, tokens, cache, layer)
+        return jnp.einsum("bqhv,hvd->bqd", heads, self._cast(self.out)), cache
+
+    def _cast(self, weight: nnx.Param) -> Array:
+        return weight[...].astype(self.dtype)
+
+    def _queries(self, x: Array, tokens: Tokens) -> tuple[Float[Array, "b q h n"], Float[Array, "b q h r"]]:
+        a = self.config
+        if a.q_lora_rank:
+            q = jnp.einsum("bql,lhn->bqhn", self.q_norm(x @ self._cast(self.q_down)), self._cast(self.q_up))
+        else:
+            q = jnp.einsum("bqd,dhn->bqhn", x, self._cast(self.q))
+        q_nope, q_rope = jnp.split(q, [a.qk_nope_head_dim], axis=-1)
+        return q_nope, apply_rope(q_rope, tokens.cos, tokens.sin, a.rope.convention)
+
+    def _entry(self, x: Array, tokens: Tokens) -> tuple[Float[Array, "b q c"], Float[Array, "b q r"]]:
+        """What the cache keeps of each token, float32, unrounded."""
+        a = self.config
+        latent, rope = jnp.split(x @ self._cast(self.kv_down), [a.kv_lora_rank], axis=-1)
+        latent = rms_normalize(latent.astype(jnp.float32), a.latent_norm_eps)
+        return latent, apply_rope(rope, tokens.cos, tokens.sin, a.rope.convention)
+
+    def _naive(self, q_nope, q_rope, latent, rope, segment_ids) -> Float[Array, "b q h v"]:
+        latent, rope = get_format(self.cache_format).simulate(latent, rope)
+        latent = (latent * self.kv_norm.scale[...]).astype(self.dtype)
+        k_nope = jnp.einsum("bkc,hnc->bkhn", latent, self._cast(self.k_up))
+        v = jnp.einsum("bkc,hvc->bkhv", latent, self._cast(self.v_up))
+        rope = jnp.broadcast_to(rope[:, :, None].astype(self.dtype), (*k_nope.shape[:3], rope.shape[-1]))
+        q = jnp.concatenate([q_nope, q_rope.astype(self.dtype)], axis=-1)
+        k = jnp.concatenate([k_nope, rope], axis=-1)
+        return attention(q, k, v, segment_ids, scale=self.scale)
+
+    def _absorbed(self, q_nope, q_rope, tokens: Tokens, cache: LatentCache, layer) -> Float[Array, "b q h v"]:
+        # The norm's weight acts on the c dims of query and output: cheaper than on every cached latent.
+        weight = self.kv_norm.scale[...]
+        q_latent = jnp.einsum("bqhn,hnc->bqhc", q_nope, self._cast(self.k_up))
+        q = jnp.concatenate([q_latent.astype(jnp.float32) * weight, q_rope], axis=-1)
+        q_pos = jnp.where(tokens.valid, tokens.positions, -1)
+        out, _ = mla_decode(
+            q, q_pos, cache.pool, cache.layer_table(layer), cache.page_pos(),
+            format=cache.format, scale=self.scale,
+        )  # fmt: skip
+        return jnp.einsum("bqhc,hvc->bqhv", (out * weight).astype(self.dtype), self._cast(self.v_up))

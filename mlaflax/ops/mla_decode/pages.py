@@ -1,0 +1,45 @@
+"""Reading pages of the pool, and which of their keys a query may see: shared by the implementations."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mlaflax.formats import Format
+
+
+def read_pages(
+    pool: Mapping[str, Array], ids: Int[Array, "b p"], format: Format
+) -> tuple[Float[Array, "b k c"], Float[Array, "b r k"]]:
+    """Latents (row per token) and rope keys (column per token) of those pages, unpacked to float32.
+
+    Unused entries (negative ids) read page 0; `visible_keys` hides them.
+    """
+    ids = jnp.maximum(ids, 0)
+    b, p = ids.shape
+    pages = {name: jnp.take(array, ids, axis=0, mode="clip") for name, array in pool.items()}
+    rope = pages.pop("rope")  # [b, p, r, t]
+    r, t = rope.shape[-2:]
+    latent = {
+        name: (part if name == "latent" else jnp.swapaxes(part, -1, -2)).reshape(b, p * t, -1)
+        for name, part in pages.items()
+    }
+    rope = jnp.swapaxes(rope, 1, 2).reshape(b, r, p * t)
+    return format.unpack_latent(latent), format.unpack_rope(rope)
+
+
+def visible_keys(
+    q_pos: Int[Array, "b q"],
+    page_pos: Int[Array, "b p"],
+    mask: Bool[Array, "b p t"] | None,
+    *,
+    page_size: int,
+) -> Bool[Array, "b q k"]:
+    """Keys at positions 0 <= key <= q_pos of used pages whose mask bit, if there is one, is set."""
+    b, p = page_pos.shape
+    key_pos = page_pos[..., None] + jnp.arange(page_size, dtype=page_pos.dtype)
+    allowed = jnp.broadcast_to(page_pos[..., None] >= 0, key_pos.shape)
+    if mask is not None:
+        allowed &= mask
+    key_pos, allowed = key_pos.reshape(b, 1, p * page_size), allowed.reshape(b, 1, p * page_size)
+    return allowed & (key_pos <= q_pos[..., None])

@@ -1,0 +1,107 @@
+"""`mla_decode` in blocks of pages with an online softmax, for any backend.
+
+Only one block is unpacked at a time, and the loop ends with the last page that any query can see: work
+and memory follow the live length, not the table's. The backward pass is that of the reference form.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from mlaflax.formats import Format
+from mlaflax.ops.mla_decode import reference
+from mlaflax.ops.mla_decode.pages import read_pages, visible_keys
+
+# Float32 scores held at a time, over the whole batch: a few MiB, so that they stay in a CPU's cache.
+SCORES_PER_BLOCK = 1 << 20
+# Below this many tokens per block the loop's own overhead shows; above, blocks fall out of the cache.
+MAX_BLOCK_TOKENS = 2048
+
+# Stands for "no key seen yet": finite, so that differences of two of them are not NaN.
+NOTHING = -1e30
+
+
+def pages_per_block(rows: int, num_pages: int, page_size: int) -> int:
+    """Pages read in one step when `rows` (batch x queries x heads) score against each token."""
+    tokens = min(MAX_BLOCK_TOKENS, max(SCORES_PER_BLOCK // rows, page_size))
+    return max(1, min(num_pages, tokens // page_size))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def mla_decode(
+    q: Float[Array, "b q h c+r"],
+    q_pos: Array,
+    pool: Mapping[str, Array],
+    block_table: Array,
+    page_pos: Array,
+    mask: Array | None,
+    format: Format,
+    scale: float,
+) -> tuple[Float[Array, "b q h c"], Float[Array, "b q h"]]:
+    b, nq, h, _ = q.shape
+    page_size = pool["rope"].shape[-1]
+    c = pool["latent"].shape[-1]
+    block = pages_per_block(b * nq * h, block_table.shape[1], page_size)
+    padding = -block_table.shape[1] % block
+    if padding:
+        widths = ((0, 0), (0, padding))
+        block_table = jnp.pad(block_table, widths, constant_values=-1)
+        page_pos = jnp.pad(page_pos, widths, constant_values=-1)
+        mask = None if mask is None else jnp.pad(mask, (*widths, (0, 0)))
+
+    q = (q.astype(jnp.float32) * scale).reshape(b, nq * h, -1)
+    q_latent, q_rope = q[..., :c], q[..., c:]
+
+    def step(i, carry):
+        peak, total, acc = carry
+        pages = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
+        latent, rope = read_pages(pool, pages(block_table), format)
+        visible = visible_keys(
+            q_pos, pages(page_pos), None if mask is None else pages(mask), page_size=page_size
+        )
+        visible = jnp.repeat(visible, h, axis=1) if nq > 1 else visible  # [b, q*h or 1, k]
+        scores = jnp.einsum("bmc,bkc->bmk", q_latent, latent) + jnp.einsum("bmr,brk->bmk", q_rope, rope)
+        scores = jnp.where(visible, scores, NOTHING)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        # `visible` again: while a row has seen nothing, exp(NOTHING - NOTHING) would count as 1.
+        weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+        keep = jnp.exp(peak - new_peak)
+        total = total * keep + jnp.sum(weights, axis=-1)
+        acc = acc * keep[..., None] + jnp.einsum("bmk,bkc->bmc", weights, latent)
+        return new_peak, total, acc
+
+    live = (page_pos >= 0) & (page_pos <= jnp.max(q_pos, axis=1, keepdims=True))
+    last = jnp.max(jnp.where(live, jnp.arange(1, page_pos.shape[1] + 1), 0))
+    rows = (b, nq * h)
+    start = (jnp.full(rows, NOTHING), jnp.zeros(rows), jnp.zeros((*rows, c)))
+    peak, total, acc = lax.fori_loop(0, (last + block - 1) // block, step, start)
+    seen = total > 0
+    out = acc / jnp.where(seen, total, 1.0)[..., None]
+    lse = jnp.where(seen, peak + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    return out.reshape(b, nq, h, c), lse.reshape(b, nq, h)
+
+
+def _forward(q, q_pos, pool, block_table, page_pos, mask, format, scale):
+    out = mla_decode(q, q_pos, pool, block_table, page_pos, mask, format, scale)
+    return out, (q, q_pos, pool, block_table, page_pos, mask)
+
+
+def _backward(format, scale, residuals, cotangents):
+    q, q_pos, pool, block_table, page_pos, mask = residuals
+    floating = {k: v for k, v in pool.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+
+    def run(q, floating):
+        return reference.mla_decode(
+            q, q_pos, {**pool, **floating}, block_table, page_pos, mask, format=format, scale=scale
+        )
+
+    dq, dpool = jax.vjp(run, q, floating)[1](cotangents)
+    # Packed bits have no gradient: None stands for the zero cotangent of an integer.
+    return dq, None, {k: dpool.get(k) for k in pool}, None, None, None
+
+
+mla_decode.defvjp(_forward, _backward)
