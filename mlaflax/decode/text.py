@@ -1,26 +1,16 @@
-"""The text of one request as its tokens come: whole characters, stop strings, and why it ended."""
+"""The text of one request as its tokens come: whole characters, and nothing of a stop string."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
-from mlaflax.decode.sampling import SamplingParams
-
-FinishReason = Literal["stop", "length"]
-
-
-class Decoder(Protocol):
-    """Token ids to text, piece by piece; `mlaflax.tokenizer.StreamDecoder` is one."""
-
-    def feed(self, token: int, /) -> str: ...
-
-    def finish(self) -> str: ...
+from mlaflax.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):
-    """What one token adds to a request: text that is certain, and the reason if the request has ended."""
+    """The text that one token makes certain, and whether a stop string was completed: it comes no more."""
 
     text: str
-    finish_reason: FinishReason | None
+    stopped: bool
 
 
 class StopStrings:
@@ -63,63 +53,31 @@ class StopStrings:
         return held
 
 
-class RequestText:
-    """Assembles one request's text and decides when the request ends.
+class TextAssembler:
+    """One request's text, token by token.
 
-    Attributes:
-      text: all text emitted so far.
-      tokens: ids pushed so far, the one that ended the request included.
-      finish_reason: `stop` (end of text, or a stop string), `length` (`max_tokens`, or `cut`), or None
-        while it runs.
-      stop: the stop string that ended the request, if one did.
+        assembler = TextAssembler(tokenizer, stop=("END",))
+        piece = assembler.push(token)   # for each token but the end-of-text one
+        rest = assembler.finish()       # when the request ends for another reason than a stop string
+
+    The pieces, joined, are the decoded text of all tokens up to the first stop string.
     """
 
-    def __init__(
-        self, decoder: Decoder | None, sampling: SamplingParams, eos_ids: Sequence[int] | int | None = ()
-    ):
-        """
-        Args:
-          decoder: fresh, for this request alone. Without one there is no text and no stop string is found.
-          sampling: its `stop`, `max_tokens` and `ignore_eos` are what counts here.
-          eos_ids: tokens that end the text; their own text is not emitted.
-        """
-        self._decoder = decoder
-        self._max_tokens = sampling.max_tokens
-        self._stops = StopStrings(sampling.stop)
-        eos = () if eos_ids is None else (eos_ids,) if isinstance(eos_ids, int) else eos_ids
-        self._eos_ids = frozenset() if sampling.ignore_eos else frozenset(eos)
-        self.text = ""
-        self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = None
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._decoder = tokenizer.stream()
+        self._stops = StopStrings(stop)
 
     @property
     def stop(self) -> str | None:
+        """The stop string that ended the text, if one did."""
         return self._stops.found
 
     def push(self, token: int) -> Piece:
-        """Take the next token. Tokens after the end are ignored, so that a step in flight does no harm."""
-        if self.finish_reason:
-            return Piece("", self.finish_reason)
-        self.tokens.append(token)
-        if token in self._eos_ids:
-            return self._end("stop")
-        text = self._stops.push(self._decoder.feed(token)) if self._decoder else ""
+        text = self._stops.push(self._decoder.feed(token))
+        return Piece(text, self._stops.found is not None)
+
+    def finish(self) -> str:
+        """What was held back: the beginning of a stop string that did not come, U+FFFD for half a character."""
         if self._stops.found is not None:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self._max_tokens:
-            return self._end("length", text)
-        self.text += text
-        return Piece(text, self.finish_reason)
-
-    def cut(self) -> Piece:
-        """End the request with `length` where it stands: the context is full, or the reader has left."""
-        return Piece("", self.finish_reason) if self.finish_reason else self._end("length")
-
-    def _end(self, reason: FinishReason, text: str = "") -> Piece:
-        if self._decoder:
-            # The last bytes may complete a stop string; whatever else was held back is text after all.
-            text += self._stops.push(self._decoder.finish())
-            text += self._stops.finish()
-        self.finish_reason = "stop" if self._stops.found is not None else reason
-        self.text += text
-        return Piece(text, self.finish_reason)
+            return ""
+        return self._stops.push(self._decoder.finish()) + self._stops.finish()

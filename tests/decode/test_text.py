@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaflax.decode.sampling import SamplingParams
-from mlaflax.decode.text import RequestText, StopStrings
+from mlaflax.decode.text import StopStrings, TextAssembler
 from mlaflax.tokenizer import Tokenizer
 
 
@@ -16,19 +15,15 @@ def tokenizer():
     )
 
 
-def request(tokenizer, **fields):
-    fields = {"max_tokens": 10_000, **fields}
-    return RequestText(tokenizer.stream(), SamplingParams(**fields), tokenizer.eos_id)
-
-
-def run(text, tokens):
+def run(assembler, tokens):
+    """Text pieces until a stop string, then the rest, as the engine goes about it; and the tokens used."""
     pieces = []
     for token in tokens:
-        piece = text.push(token)
+        piece = assembler.push(token)
         pieces.append(piece.text)
-        if piece.finish_reason:
+        if piece.stopped:
             break
-    return pieces
+    return [*pieces, assembler.finish()], len(pieces)
 
 
 def by_characters(text, stop):
@@ -73,72 +68,40 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string(text, stop):
 def test_pieces_join_to_the_decoded_text(tokenizer):
     whole = "the naïve dog — 東京 🙂 — ate the cat 🙂🙂"
     tokens = tokenizer.encode(whole)
-    text = request(tokenizer)
-    pieces = run(text, tokens)
-    assert "".join(pieces) + text.cut().text == whole == text.text
+    pieces, used = run(TextAssembler(tokenizer), tokens)
+    assert "".join(pieces) == whole
     assert all("\ufffd" not in piece for piece in pieces)
-    assert text.tokens == tokens
-
-
-def test_end_of_text_stops_and_is_not_emitted(tokenizer):
-    text = request(tokenizer)
-    run(text, [*tokenizer.encode("the cat"), tokenizer.eos_id, *tokenizer.encode(" sat")])
-    assert (text.text, text.finish_reason, text.stop) == ("the cat", "stop", None)
-    assert text.tokens[-1] == tokenizer.eos_id
-
-
-def test_end_of_text_can_be_ignored(tokenizer):
-    text = request(tokenizer, ignore_eos=True)
-    run(text, [*tokenizer.encode("the cat"), tokenizer.eos_id, *tokenizer.encode(" sat")])
-    assert text.text + text.cut().text == "the cat sat"
-    assert text.finish_reason == "length"
+    assert used == len(tokens)
 
 
 def test_stop_string_across_tokens_is_cut_out(tokenizer):
+    # One token or more per character, so that no token ends beyond the stop string.
     tokens = [i for character in "the cat END of" for i in tokenizer.encode(character)]
-    text = request(tokenizer, stop=("END",))
-    run(text, tokens)
-    assert (text.text, text.finish_reason, text.stop) == ("the cat ", "stop", "END")
-    # The character tokens of the text up to and with the D.
-    assert len(text.tokens) == len("the cat END")
+    assembler = TextAssembler(tokenizer, ("END",))
+    pieces, used = run(assembler, tokens)
+    assert "".join(pieces) == "the cat "
+    assert assembler.stop == "END"
+    assert used == len("the cat END")
 
 
-def test_the_beginning_of_a_stop_string_is_released_at_the_end(tokenizer):
-    for last, reason in (([], "length"), ([tokenizer.eos_id], "stop")):
-        text = request(tokenizer, stop=("END of it",))
-        pieces = run(text, [*tokenizer.encode("the cat END"), *last])
-        assert "END" not in "".join(pieces[: len(pieces) - len(last)])
-        text.cut()
-        assert (text.text, text.finish_reason, text.stop) == ("the cat END", reason, None)
+def test_a_stop_string_that_does_not_come_is_released_at_the_end(tokenizer):
+    assembler = TextAssembler(tokenizer, ("END of it",))
+    pieces, _ = run(assembler, tokenizer.encode("the cat END"))
+    assert "".join(pieces) == "the cat END"
+    assert pieces[-1].endswith("END") and "END" not in "".join(pieces[:-1])
+    assert assembler.stop is None
 
 
-def test_max_tokens_ends_with_length_and_flushes_incomplete_characters(tokenizer):
+def test_half_a_character_is_flushed_as_a_replacement(tokenizer):
     tokens = [tokenizer.encode(chr(0x1F980))[i] for i in range(2)]  # two of a crab's four bytes
-    text = request(tokenizer, max_tokens=2)
-    pieces = run(text, [*tokens, *tokens])
-    assert pieces[0] == ""
-    assert text.finish_reason == "length"
-    assert text.text == "".join(pieces) == tokenizer.decode(tokens)
-    assert "\ufffd" in text.text
+    pieces, _ = run(TextAssembler(tokenizer), tokens)
+    assert pieces[:2] == ["", ""]
+    assert pieces[-1] == tokenizer.decode(tokens)
+    assert "\ufffd" in pieces[-1]
 
 
-def test_a_stop_string_in_the_last_token_counts_as_stop(tokenizer):
-    tokens = tokenizer.encode("the cat END")
-    text = request(tokenizer, max_tokens=len(tokens), stop=("END",))
-    run(text, tokens)
-    assert (text.text, text.finish_reason) == ("the cat ", "stop")
-
-
-def test_tokens_after_the_end_change_nothing(tokenizer):
-    text = request(tokenizer, max_tokens=1)
-    first = text.push(tokenizer.encode("the")[0])
-    assert first.finish_reason == "length"
-    assert text.push(tokenizer.eos_id) == ("", "length")
-    assert text.cut() == ("", "length")
-    assert len(text.tokens) == 1
-
-
-def test_without_a_tokenizer_only_ids_count():
-    text = RequestText(None, SamplingParams(max_tokens=5), (7, 8))
-    assert [text.push(i).finish_reason for i in (1, 2, 8)] == [None, None, "stop"]
-    assert text.text == ""
+def test_nothing_follows_a_stop_string(tokenizer):
+    assembler = TextAssembler(tokenizer, ("cat",))
+    assert run(assembler, tokenizer.encode("the cat sat"))[0][-1] == ""
+    assert assembler.push(tokenizer.encode(" sat")[0]) == ("", True)
+    assert assembler.finish() == ""
