@@ -57,7 +57,8 @@ def _bible(_: pathlib.Path) -> Iterator[Document]:
     verses = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     chapters: dict[tuple[str, int], list[str]] = {}
     for verse in verses:
-        chapters.setdefault((verse["book"], verse["chapter"]), []).append(verse["text"].strip())
+        if verse["text"] != "[]":  # 3 John 1:15, which the King James Bible does not have
+            chapters.setdefault((verse["book"], verse["chapter"]), []).append(verse["text"].strip())
     groups: dict[tuple[str, int], list[str]] = {}
     for (book, chapter), lines in chapters.items():
         group = groups.setdefault((book, (chapter - 1) // _CHAPTERS_PER_DOCUMENT), [])
