@@ -1,0 +1,492 @@
+"""Checkpoints: what training saves, and models to decode with restored from it.
+
+    model, tokenizer, config, step = load_model("runs/demo")
+
+A directory holds
+
+    config.json, tokenizer.json     the model's configuration, and its tokenizer
+    steps/STEP/model                params and expert biases           Orbax
+    steps/STEP/training             optimiser state and counters       Orbax
+    steps/STEP/meta                 data position, fingerprints        JSON
+
+Every file is written beside its target and renamed, so whatever has its final name is whole. Orbax does not
+notice a flipped bit inside an array, so each array's fingerprint is saved too and compared on restoring.
+"""
+
+import contextlib
+import errno
+import gc
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
+from mlaflax.model.transformer import Transformer
+from mlaflax.sharding import state_shardings
+from mlaflax.tokenizer import Tokenizer
+
+Tree = Any
+_FORMAT = 1
+_UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message names the directory, the step and the reason."""
+
+
+class Loaded(NamedTuple):
+    """A restored model with what belongs to it; `tokenizer` is None where none was saved."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    step: int
+
+
+class Restored(NamedTuple):
+    """`trees` and `meta` as they were saved at `step`; `notes` says in sentences what was passed over."""
+
+    step: int
+    trees: dict[str, Tree]
+    meta: dict[str, Any]
+    notes: list[str]
+
+
+# --- Models as trees of arrays -------------------------------------------------------------------------------
+
+
+def model_trees(model: nnx.Module) -> dict[str, Tree]:
+    """The arrays of `model` as nested dicts: `params`, and `state` for all else (expert biases)."""
+    params, state = nnx.state(model, nnx.Param, ...)
+    return {"params": nnx.to_pure_dict(params), "state": nnx.to_pure_dict(state)}
+
+
+class Blueprint:
+    """A model without its arrays: their shapes and shardings, and the way to put arrays in.
+
+    `shapes` is what `model_trees` returns, with `jax.ShapeDtypeStruct`s in place of arrays.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
+        abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        self.graphdef, self._params, self._state = nnx.split(abstract, nnx.Param, ...)
+        self.shapes = {
+            name: jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                nnx.to_pure_dict(tree),
+                nnx.to_pure_dict(_shardings(tree, mesh)),
+            )
+            for name, tree in (("params", self._params), ("state", self._state))
+        }
+
+    def build(self, params: Tree, state: Tree) -> Transformer:
+        """The model around these arrays; may be called inside a jitted function."""
+        return nnx.merge(self.graphdef, _fill(self._params, params), _fill(self._state, state))
+
+
+def _shardings(tree: nnx.State, mesh: Mesh | None) -> Tree:
+    if mesh is None:
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
+    return state_shardings(tree, mesh)
+
+
+def _fill(template: nnx.State, arrays: Tree) -> nnx.State:
+    state = jax.tree.map(lambda x: x, template)
+    nnx.replace_by_pure_dict(state, arrays)
+    return state
+
+
+# --- Saving and restoring ------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints of one training run. Saving is asynchronous; the newest `keep` are kept.
+
+    Args:
+      directory: made if need be, unless `read_only`.
+      keep: finished checkpoints to keep.
+      read_only: change nothing on disk.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
+        _quiet_orbax()
+        self.directory = pathlib.Path(directory).absolute()
+        self.read_only = read_only
+        self._steps = self.directory / "steps"
+        if read_only and not self._steps.is_dir():
+            raise CheckpointError(f"{directory} holds no checkpoint: {_what_is_there(self.directory)}")
+        self.notes = [
+            f"ignored the half-written checkpoint of step {step}: its save was cut short"
+            for step in self.unfinished()
+        ]
+        with _reported(f"cannot use {directory} for checkpoints"):
+            if not read_only:
+                self._steps.mkdir(parents=True, exist_ok=True)
+                self._remove_unfinished()
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=None if read_only else keep, create=not read_only, read_only=read_only
+            )
+            self._manager = ocp.CheckpointManager(self._steps, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        # A failed save was reported when it was waited for; closing must not report it twice.
+        with contextlib.suppress(Exception):
+            self._manager.close()
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def latest(self) -> int | None:
+        return max(self.steps(), default=None)
+
+    def unfinished(self) -> list[int]:
+        """Steps whose save was cut short."""
+        if not self._steps.is_dir():
+            return []
+        return sorted({int(m[1]) for p in self._steps.iterdir() if (m := _UNFINISHED.match(p.name))})
+
+    def _remove_unfinished(self) -> None:
+        if jax.process_index() == 0:
+            for path in self._steps.iterdir():
+                if _UNFINISHED.match(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def save(self, step: int, trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
+        """Begin to save; returns once the arrays may be overwritten. `meta` must be JSON.
+
+        Raises:
+          CheckpointError: this save, or the one before it, failed; finished checkpoints are intact.
+        """
+        self.wait()
+        meta = {**meta, "fingerprints": {name: _fingerprints(tree) for name, tree in trees.items()}}
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        self._saving = step
+        with self._save_reported():
+            self._manager.save(
+                step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)), force=True
+            )
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the save under way has failed; does not wait."""
+        with self._save_reported():
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Wait until the save under way is finished.
+
+        Raises:
+          CheckpointError: it failed.
+        """
+        with self._save_reported():
+            self._manager.wait_until_finished()
+
+    _saving: int | None = None
+
+    @contextlib.contextmanager
+    def _save_reported(self) -> Iterator[None]:
+        try:
+            with _reported(f"could not save step {self._saving} to {self.directory}"):
+                yield
+        except CheckpointError as error:
+            self._remove_unfinished()
+            latest = max((int(p.name) for p in self._steps.iterdir() if p.name.isdigit()), default=None)
+            kept = (
+                "no checkpoint was finished"
+                if latest is None
+                else f"the checkpoint of step {latest} is intact"
+            )
+            raise CheckpointError(f"{error}; {kept}") from error.__cause__
+
+    def restore(self, shapes: Mapping[str, Tree], step: int | None = None) -> Restored:
+        """Restore the trees named in `shapes`, placed as their `ShapeDtypeStruct`s say.
+
+        Without a step: the newest undamaged one. Damaged ones met on the way are named in `notes` and, unless
+        `read_only`, renamed to STEP.damaged, so that training can save that step again.
+
+        Raises:
+          CheckpointError: there is no such step, or it is damaged.
+        """
+        steps = self.steps()
+        notes = list(self.notes)
+        if not steps:
+            raise CheckpointError(
+                f"{self.directory} holds no finished checkpoint" + "".join(f"; {n}" for n in notes)
+            )
+        if step is not None:
+            if step not in steps:
+                raise CheckpointError(
+                    f"step = {step}: {self.directory} holds no checkpoint of that step; "
+                    f"it has {', '.join(map(str, steps))}"
+                )
+            return self._restore(shapes, step, notes)
+        for candidate in reversed(steps):
+            try:
+                return self._restore(shapes, candidate, notes)
+            except CheckpointError as error:
+                notes.append(str(error))
+                if not self.read_only:
+                    self._set_aside(candidate)
+        raise CheckpointError("; ".join(notes) + "; no undamaged checkpoint is left")
+
+    def _restore(self, shapes: Mapping[str, Tree], step: int, notes: list[str]) -> Restored:
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
+        with _reported(f"the checkpoint of step {step} in {self.directory} is damaged"):
+            found = self._manager.restore(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonRestore()))
+            meta = dict(found["meta"])
+            saved = meta.pop("fingerprints")
+            trees = {}
+            for name in shapes:
+                trees[name] = found[name]
+                for path, value in _fingerprints(found[name]).items():
+                    if saved[name].get(path) != value:
+                        raise ValueError(f"{name}{path} does not have the contents that were saved")
+        return Restored(step, trees, meta, notes)
+
+    def _set_aside(self, step: int) -> None:
+        if jax.process_index() == 0:
+            target = self._steps / f"{step}.damaged"
+            shutil.rmtree(target, ignore_errors=True)
+            (self._steps / str(step)).rename(target)
+        self._manager.reload()
+
+
+def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
+    """The model saved in `directory`, its tokenizer and configuration; no optimiser state is read.
+
+    Args:
+      step: default: the newest one.
+      mesh: where the parameters go; default: the first local device.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    with Checkpoints(directory, read_only=True) as checkpoints:
+        config = read_model_config(directory)
+        blueprint = Blueprint(config, mesh)
+        found = checkpoints.restore({"model": blueprint.shapes}, step)
+    for note in found.notes:
+        logging.getLogger("mlaflax").warning("%s", note)
+    return Loaded(blueprint.build(**found.trees["model"]), read_tokenizer(directory), config, found.step)
+
+
+# --- config.json and tokenizer.json --------------------------------------------------------------------------
+
+
+def write_description(
+    directory: str | os.PathLike, model: ModelConfig, tokenizer: Tokenizer | None, training: Any = None
+) -> None:
+    """Write `config.json` and `tokenizer.json`. `training` is any configuration dataclass, kept beside the model's."""
+    content = {
+        "format": _FORMAT,
+        "model": to_dict(model),
+        "training": to_dict(training) if training else None,
+    }
+    with _reported(f"cannot write to {directory}"):
+        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+        write_whole(pathlib.Path(directory) / "config.json", json.dumps(content, indent=1) + "\n")
+        if tokenizer is not None:
+            write_whole(pathlib.Path(directory) / "tokenizer.json", tokenizer.to_json())
+
+
+def read_description(directory: str | os.PathLike) -> dict[str, Any] | None:
+    """`config.json` as `write_description` wrote it, or None where there is none.
+
+    Raises:
+      CheckpointError: it cannot be read, or comes from a newer version.
+    """
+    path = pathlib.Path(directory) / "config.json"
+    try:
+        content = json.loads(path.read_text())
+        written = content["format"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
+    if written != _FORMAT:
+        raise CheckpointError(f"{path}: format = {written!r}: this version reads format {_FORMAT}")
+    return content
+
+
+def read_model_config(directory: str | os.PathLike) -> ModelConfig:
+    """The model's configuration from `config.json`.
+
+    Raises:
+      CheckpointError: it is missing, damaged or not valid.
+    """
+    content = read_description(directory)
+    if content is None:
+        raise CheckpointError(f"{directory} holds no config.json, so its model is unknown")
+    try:
+        return from_dict(ModelConfig, content["model"])
+    except (ConfigError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{pathlib.Path(directory) / 'config.json'}: {error}") from error
+
+
+def read_tokenizer(directory: str | os.PathLike) -> Tokenizer | None:
+    """The tokenizer saved with the model, or None.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    path = pathlib.Path(directory) / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.load(path)
+    except (ConfigError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The fields in which two configurations differ, one sentence each: `num_layers: 4 saved, 6 now`."""
+    found = []
+    for name in dict.fromkeys([*saved, *now]):
+        old, new = (side.get(name, "absent") for side in (saved, now))
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{name}.")
+        elif _plain(old) != _plain(new):
+            found.append(f"{prefix}{name}: {old!r} saved, {new!r} now")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value  # JSON has no tuples
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Write a text file beside `path`, flush it to disk and rename it: `path` is never half-written."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(beside, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# --- Fingerprints and errors ---------------------------------------------------------------------------------
+
+
+def _fingerprints(tree: Tree) -> dict[str, int]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    if not flat:
+        return {}
+    values = jax.device_get(_sums([leaf for _, leaf in flat]))
+    return {_path(path): int(value) for (path, _), value in zip(flat, values, strict=True)}
+
+
+def _path(path: tuple) -> str:
+    # A tree may come back with lists and dicts where tuples and named tuples were saved.
+    return "".join(f".{getattr(key, 'name', getattr(key, 'key', getattr(key, 'idx', key)))}" for key in path)
+
+
+@jax.jit
+def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_sum_of_bits(leaf) for leaf in leaves]
+
+
+def _sum_of_bits(x: jax.Array) -> jax.Array:
+    """Sum of the elements' bits, each times an odd number of its own, modulo 2^32.
+
+    Integers add up to the same on every device layout, and no change of a single element escapes.
+    """
+    x = jnp.asarray(x)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (index * np.uint32(0x9E3779B2) + np.uint32(1)), dtype=jnp.uint32)
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside Orbax and below into one sentence."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # Orbax abandons coroutines that failed
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
+    finally:
+        if sys.exc_info()[0] is not None:
+            gc.collect()
+        sys.unraisablehook = hook
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    code = re.search(r"os_error_code='(\d+)'", text)
+    number = error.errno if isinstance(error, OSError) else int(code[1]) if code else None
+    if number == errno.ENOSPC or "No space left" in text:
+        return "no space is left on the disk"
+    if number:
+        return os.strerror(number).lower()
+    line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def _what_is_there(directory: pathlib.Path) -> str:
+    if not directory.exists():
+        near = (
+            sorted(p.parent.name for p in directory.parent.glob("*/steps"))
+            if directory.parent.is_dir()
+            else []
+        )
+        return "it does not exist" + (f"; beside it there are {', '.join(near)}" if near else "")
+    return "it has no folder `steps`"
+
+
+class _FromOrbax(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _quiet_orbax() -> None:
+    # Orbax logs every failure with a traceback per thread; each reaches the caller as a CheckpointError.
+    logger = logging.getLogger("absl")
+    if not any(isinstance(f, _FromOrbax) for f in logger.filters):
+        logger.addFilter(_FromOrbax())
+
+
+__all__ = [
+    "Blueprint",
+    "CheckpointError",
+    "Checkpoints",
+    "Loaded",
+    "Restored",
+    "differences",
+    "load_model",
+    "model_trees",
+    "read_description",
+    "read_model_config",
+    "read_tokenizer",
+    "write_description",
+    "write_whole",
+]

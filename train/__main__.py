@@ -1,0 +1,53 @@
+"""python -m train CONFIG [--field value]"""
+
+import json
+import sys
+
+from mlaflax.runtime import keep_freed_memory
+
+keep_freed_memory()
+
+from mlaflax.checkpoint import CheckpointError  # noqa: E402 - after the allocator is set up
+from mlaflax.config import ConfigError  # noqa: E402
+from mlaflax.runtime import use_compilation_cache  # noqa: E402
+from train.cli import parse  # noqa: E402
+from train.loop import TrainingError, train  # noqa: E402
+from train.terminal import Terminal  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    terminal = Terminal()
+    summary = {}
+    as_json = "--json" in arguments
+    try:
+        parsed = parse(arguments)
+        as_json = parsed.json
+        if parsed.config.compilation_cache:
+            use_compilation_cache()
+        summary = train(parsed.config, terminal)
+        status = {"finished": 0, "target reached": 0, "target missed": 1}.get(summary["status"])
+        return_code = 128 + summary["signal"] if status is None else status
+    except ConfigError as error:
+        return_code, summary = 2, {"status": "error", "error": str(error)}
+    except (CheckpointError, TrainingError) as error:
+        return_code, summary = 1, {"status": "error", "error": str(error)}
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        return_code, summary = (
+            1,
+            {"status": "error", "error": f"{what}{(error.strerror or str(error)).lower()}"},
+        )
+    except KeyboardInterrupt:
+        return_code, summary = (
+            130,
+            {"status": "stopped by SIGINT", "error": "interrupted before the first step"},
+        )
+    if "error" in summary:
+        terminal.say(f"error: {summary['error']}")
+    if as_json:
+        print(json.dumps(summary), flush=True)
+    return return_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
