@@ -1,17 +1,18 @@
 """Loss on held-out documents, and the n-gram model it is measured against."""
 
 import itertools
+import json
 import math
 import pathlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from mlaflax.checkpoint import write_whole
-from mlaflax.config import to_dict
 from train.config import TrainConfig
 from train.data import PreparedData
+from train.ngram import InterpolatedBigram, KneserNeyTrigram
 from train.step import Steps, TrainState
 
 
@@ -26,19 +27,13 @@ class Evaluation(NamedTuple):
         return math.exp(min(self.loss, 700.0)) if math.isfinite(self.loss) else math.inf
 
 
-def evaluate(steps: Steps, state: TrainState, data: PreparedData) -> Evaluation:
-    """The model's loss on the held-out batches that `TrainConfig.eval_batches` asks for."""
-    sums = [
-        steps.evaluate(state.params, state.state, steps.place(b))
-        for b in held_out_batches(steps.config, data)
-    ]
-    nll, tokens = np.sum([np.asarray(s, np.float64) for s in sums], axis=0)
+def evaluate(steps: Steps, state: TrainState, data: PreparedData, limit: int = 0) -> Evaluation:
+    """The model's loss on the first `limit` held-out batches; 0 takes all, each held-out token once."""
+    config = steps.config.data
+    batches = itertools.islice(data.eval_batches(config.batch_size, config.sequence_length), limit or None)
+    sums = [steps.evaluate(state.params, state.state, steps.place(batch)) for batch in batches]
+    nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     return Evaluation(float(nll / tokens), int(tokens))
-
-
-def held_out_batches(config: TrainConfig, data: PreparedData) -> Iterator[dict[str, np.ndarray]]:
-    batches = data.eval_batches(config.data.batch_size, config.data.sequence_length)
-    return itertools.islice(batches, config.eval_batches or None)
 
 
 class Baseline(NamedTuple):
@@ -53,7 +48,24 @@ class Baseline(NamedTuple):
 
 
 def make_baseline(config: TrainConfig, data: PreparedData, directory: pathlib.Path) -> Baseline | None:
-    """The n-gram model that `config.target` names, fitted to the training text; None for "none"."""
+    """The n-gram model that `config.target` names, fitted to the training text; None for "none".
+
+    Its loss is kept in `baseline.json`, so that a resumed run does not count again.
+    """
     if config.target == "none":
         return None
-    raise NotImplementedError(config.target)
+    path = directory / "baseline.json"
+    key = {"target": config.target, "train": data.train.fingerprint, "held_out": data.held_out.fingerprint}
+    try:
+        saved = json.loads(path.read_text())
+        if saved["of"] == key:
+            return Baseline(**saved["baseline"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    kind = InterpolatedBigram if config.target == "bigram" else KneserNeyTrigram
+    model = kind(data.train_documents, data.tokenizer.vocab_size)
+    loss = float(-model.log_probabilities(data.held_out_documents).mean())
+    name = "interpolated bigram" if config.target == "bigram" else "Kneser-Ney trigram"
+    baseline = Baseline(name, loss)
+    write_whole(path, json.dumps({"of": key, "baseline": baseline._asdict()}) + "\n")
+    return baseline

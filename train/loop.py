@@ -57,7 +57,10 @@ def train(config: TrainConfig, terminal: Terminal) -> dict[str, Any]:
 
                     if finished or _every(config.eval_interval, step):
                         log(late.drain())
-                        result = evaluate(run.steps, state, run.data)
+                        result = evaluate(run.steps, state, run.data, config.eval_batches)
+                        if baseline and config.eval_batches and (finished or result.loss < to_beat):
+                            # The baseline was scored on all held-out text.
+                            result = evaluate(run.steps, state, run.data)
                         report.evaluation(step, result)
                         report.pause()
                         if result.loss < to_beat:

@@ -68,7 +68,7 @@ def open_run(config: TrainConfig, terminal: Terminal) -> Iterator[Run]:
       CheckpointError: the directory holds another run, or nothing in it can be restored.
     """
     directory = pathlib.Path(config.checkpoint.directory)
-    mesh = None if config.mesh.single else make_mesh(**config.mesh.sizes())
+    mesh = None if config.mesh.single else make_mesh(**config.mesh.sizes(), devices=None)
     with Checkpoints(directory, keep=config.checkpoint.keep) as checkpoints:
         begun = checkpoints.latest() is not None
         if begun:

@@ -27,7 +27,7 @@ class Terminal:
         self._step, self._steps = step, steps
         self._last = time.monotonic()
         if self.console.is_terminal:
-            self._progress = Progress(
+            progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(bar_width=20),
                 TaskProgressColumn(),
@@ -36,8 +36,9 @@ class Terminal:
                 transient=True,
                 refresh_per_second=4,
             )
-            self._task = self._progress.add_task("", total=steps, completed=step, line="compiling")
-            self._progress.start()
+            self._task = progress.add_task("", total=steps, completed=step, line="compiling")
+            progress.start()
+            self._progress = progress
 
     def step(self, step: int, line: str) -> None:
         if self._progress is not None:
