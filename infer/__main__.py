@@ -1,0 +1,76 @@
+"""python -m infer COMMAND [--flag value]
+
+Use a trained model. Each command explains itself with --help.
+
+Exit status: 0 done; 1 it could not be done; 2 the command line, the prompt or the checkpoint is wrong;
+130 stopped by Ctrl-C, with what there was until then.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+from mlaflax.runtime import keep_freed_memory
+
+keep_freed_memory()
+
+from infer.cli import Terminal, nearest, parse  # noqa: E402 - after the allocator is set up
+from mlaflax.checkpoint import CheckpointError  # noqa: E402
+from mlaflax.config import ConfigError  # noqa: E402
+from mlaflax.runtime import use_compilation_cache  # noqa: E402
+
+# A command is a module with a docstring, a frozen dataclass `Arguments` that has a field `json`, and
+# `run(arguments, terminal) -> exit status`. It is imported only when it is called.
+COMMANDS = {
+    "generate": "continue prompts with text",
+    "table": "bytes of this model's cache in every format, beside MHA and GQA of its shape",
+}
+
+
+def usage() -> str:
+    return f"{(__doc__ or '').strip()}\n\nCommands:\n" + "\n".join(
+        f"    {name:10} {what}" for name, what in COMMANDS.items()
+    )
+
+
+def main(arguments: list[str]) -> int:
+    terminal = Terminal()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *flags = arguments
+    try:
+        if name not in COMMANDS:
+            raise ConfigError(f"COMMAND = {name!r}: no such command; {nearest(name, list(COMMANDS))}")
+        module = importlib.import_module(f"infer.{name}")
+        parsed = parse(
+            module.Arguments,
+            flags,
+            prog=f"python -m infer {name}",
+            description=(module.__doc__ or "").strip(),
+        )
+        use_compilation_cache()
+        return module.run(parsed, terminal)
+    except (ConfigError, CheckpointError) as error:
+        return _failed(2, str(error), flags, terminal)
+    except BrokenPipeError:
+        # The reader has left (`| head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        return _failed(1, f"{what}{(error.strerror or str(error)).lower()}", flags, terminal)
+    except KeyboardInterrupt:
+        return _failed(130, "interrupted before the first token", flags, terminal)
+
+
+def _failed(status: int, sentence: str, flags: list[str], terminal: Terminal) -> int:
+    terminal.say(f"error: {sentence}")
+    if "--json" in flags:
+        print(json.dumps({"status": "error", "error": sentence}), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

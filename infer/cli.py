@@ -1,0 +1,77 @@
+"""What the commands share: reading flags, saying what is wrong in one sentence."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+from rich.console import Console
+
+from mlaflax.config import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A clause that names the closest of `known`, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+
+
+def parse(arguments: type[T], flags: Sequence[str], *, prog: str, description: str) -> T:
+    """Build the frozen dataclass `arguments`, whose fields are all plain, from its flags.
+
+    `--help` prints the flags and exits with 0.
+
+    Raises:
+      ConfigError: an unknown flag (with the nearest known one), a missing one or a value of the wrong type.
+    """
+    known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(arguments)]  # pyright: ignore[reportArgumentType]
+    for flag in flags:
+        name = flag.split("=")[0].replace("_", "-")
+        # Before tyro sees it: it would complain of the flag that is missing, not of the misspelt one.
+        if name.startswith("--") and name not in (*known, "--help"):
+            raise ConfigError(f"{name} is not a flag of {prog}; {nearest(name, known)}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                arguments,
+                args=flags,
+                prog=prog,
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise
+        raise ConfigError(f"{_unboxed(said.getvalue())}; see {prog} --help") from None
+
+
+def _unboxed(box: str) -> str:
+    """The sentence inside tyro's framed message: what stands above its first rule."""
+    lines = [line.strip("│ ").strip() for line in box.splitlines() if line.startswith("│")]
+    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    return re.sub(r"\s+", " ", " ".join(lines[:rule])).rstrip(". ") or box.strip()
+
+
+class Terminal:
+    """Everything that is not the result goes to stderr: progress, summary, errors."""
+
+    def __init__(self):
+        self._console = Console(file=sys.stderr, highlight=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def working(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """A spinner on a terminal, a plain line elsewhere."""
+        if self._console.is_terminal:
+            return self._console.status(what)
+        self.say(what)
+        return contextlib.nullcontext()
