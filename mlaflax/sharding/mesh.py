@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -20,7 +21,7 @@ def make_mesh(
     expert: int = 1,
     tensor: int = 1,
     context: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh over `devices` (default: all) with the axes `MESH_AXES`, in that order.
 
@@ -32,7 +33,7 @@ def make_mesh(
         devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = dict(zip(MESH_AXES, (data, fsdp, expert, tensor, context), strict=True))
+    sizes: dict[str, int] = dict(zip(MESH_AXES, (data, fsdp, expert, tensor, context), strict=True))
     for name, size in sizes.items():
         require(
             size > 0 or size == -1,

@@ -99,9 +99,13 @@ def _attention_bwd(scale, block, residuals, d_out):
         dq, dk, dv = lax.fori_loop(j, blocks, per_query_block, start)
         return dq, (dk, dv)
 
-    dq, (dk, dv) = lax.scan(per_key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(blocks))
-    join = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1])  # noqa: E731
-    return dq.astype(q.dtype), join(dk).astype(k.dtype), join(dv).astype(v.dtype), None
+    start = jnp.zeros(q.shape, jnp.float32)
+    dq, (dk, dv) = lax.scan(per_key_block, start, jnp.arange(blocks))
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1])
+
+    return dq.astype(q.dtype), joined(dk).astype(k.dtype), joined(dv).astype(v.dtype), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
