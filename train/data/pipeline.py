@@ -181,7 +181,8 @@ class PreparedData:
         require(batch_size > 0, "batch_size", batch_size, "must be greater than 0")
         require(sequence_length > 0, "sequence_length", sequence_length, "must be greater than 0")
         local = _share(batch_size, host_index, host_count)
-        source = grain.MapDataset.source(Pieces(self.held_out, sequence_length))
+        # Shuffled, so that the first batches are a fair sample: neighbours in a corpus are alike.
+        source = grain.MapDataset.source(Pieces(self.held_out, sequence_length)).shuffle(seed=0)
         dataset = (
             _rows(source, sequence_length, seed=0).batch(batch_size, drop_remainder=False).map(_to_batch)
         )

@@ -4,10 +4,12 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from mlaflax.config import require
 from mlaflax.tokenizer import Tokenizer
 from train.data import cache
 from train.data.documents import Document
@@ -50,12 +52,27 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, root: pathlib.
         digest.update(document.digest)
     fingerprint = digest.hexdigest()
     directory = root / "tokens" / fingerprint[:32]
-    if not directory.is_dir():
+    found = _open(directory, fingerprint)
+    if found is None:
+        shutil.rmtree(directory, ignore_errors=True)
         with cache.filling(directory) as beside:
             _write(documents, tokenizer, beside)
-    about = json.loads((directory / "about.json").read_text())
-    tokens = np.memmap(directory / "tokens.bin", dtype=about["dtype"], mode="r")
-    return TokenFile(tokens, np.load(directory / "offsets.npy"), about["text_bytes"], fingerprint)
+        found = _open(directory, fingerprint)
+        require(found is not None, "data.cache_dir", str(root), "holds token files that cannot be read")
+        assert found is not None
+    return found
+
+
+def _open(directory: pathlib.Path, fingerprint: str) -> TokenFile | None:
+    """The token file in `directory`, or none if it is not there or was damaged, as by a full or failing disk."""
+    try:
+        about = json.loads((directory / "about.json").read_text())
+        offsets = np.load(directory / "offsets.npy")
+        tokens = np.memmap(directory / "tokens.bin", dtype=about["dtype"], mode="r")
+        whole = len(tokens) == offsets[-1]
+    except (OSError, EOFError, ValueError, KeyError, IndexError):
+        return None
+    return TokenFile(tokens, offsets, about["text_bytes"], fingerprint) if whole else None
 
 
 def _write(documents: Sequence[Document], tokenizer: Tokenizer, directory: pathlib.Path) -> None:
