@@ -9,7 +9,6 @@ import pytest
 
 from mlaflax.ops.grouped_matmul import Implementation, grouped_matmul, grouped_swiglu, xla
 
-IMPLEMENTATIONS = [None, *get_args(Implementation)]
 D, F = 24, 16
 
 # Rows, then what a router may do with them. All patterns of one entry share a compilation; the three
@@ -66,7 +65,7 @@ def check(got, wanted, dtype):
 
 
 @pytest.mark.parametrize(("groups", "dtype"), CASES, ids=[f"{g}-{jnp.dtype(t).name}" for g, t in CASES])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", get_args(Implementation))
 def test_values_and_gradients(implementation, groups, dtype):
     rows, patterns = GROUPS[groups]
 
@@ -98,7 +97,7 @@ def test_weights_keep_their_dtype_in_gradients():
     def loss(x, w, implementation):
         return grouped_matmul(x, w, sizes, implementation=implementation).astype(jnp.float32).sum()
 
-    for implementation in IMPLEMENTATIONS:
+    for implementation in ("xla", "ragged_dot"):  # the reference leaves gradients to autodiff
         dx, dw = jax.grad(loss, (0, 1))(x, gate.astype(jnp.float32), implementation)
         assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
         wide = np.asarray(x, np.float32)
@@ -197,7 +196,7 @@ def test_swiglu_refuses_shapes_that_do_not_fit():
 
 
 def test_platform_is_picked_when_lowered():
-    """Lowered for CUDA from a machine without one, the program holds the ragged product; for CPU it does not."""
+    """None means the loop on CPU and the ragged product on CUDA, also where there is no such device."""
     x, gate, *_ = draw(8, 2, jnp.float32)
     traced = jax.jit(grouped_matmul).trace(x, gate, jnp.array([3, 5]))
     assert "ragged" in traced.lower(lowering_platforms=("cuda",)).as_text()

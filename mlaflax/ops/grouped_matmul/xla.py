@@ -17,18 +17,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Twice the rows cost more in padding than they save in calls (measured, 2 cores).
+# Larger blocks cost more in padding than they save in calls (measured, 2 cores).
 MAX_BLOCK = 128
 
 
 def block_sizes(rows: int, experts: int) -> tuple[int, int]:
-    """Rows in a whole block and in the smaller blocks that finish a group, from the mean group.
+    """Rows in a whole block and in the smaller blocks that finish a group, from the rows of a mean group.
 
     Groups of a few rows (decoding) go row by row: a matrix-vector product reads the weights fastest.
     """
-    mean = max(rows // experts, 1)
+    mean = rows // experts
     if mean < 4:
         return 1, 1
+    if mean < 16:
+        return 4, 4
     block = min(1 << (mean.bit_length() - 1), MAX_BLOCK)
     return block, block // 4
 
@@ -46,9 +48,9 @@ def _walk(
     Args:
       rows: arrays cut into blocks of rows.
       stacks: arrays of which each block sees its expert's slice.
-      block: (rows of a block, weights of its expert), both float32 after rounding to the rows' dtype, to (output rows, terms of the weights'
-        gradient). Rows past the end of the group read as 0; `block` must map them to output rows of 0 and
-        terms of 0.
+      block: (rows of a block, weights of its expert) to (output rows, terms of the weights' gradient), all
+        float32; weights are rounded to the dtype of the rows first. Rows past the end of the group read as
+        0; `block` must map them to output rows of 0 and terms of 0.
       row_outputs, stack_outputs: arrays with the shape and dtype of what `block`'s results are collected in.
 
     Returns:
