@@ -107,7 +107,7 @@ class Steps:
     def _train(self, old: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         config = self.config
         grads, parts = self._gradients(old.params, old.state, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         scale = clip_scale(norm, config.optimizer.clip_norm)
         grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = self.optimizer.update(grads, old.opt_state, old.params)
