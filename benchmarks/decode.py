@@ -34,6 +34,7 @@ from benchmarks.peers.compare import Contestant, Turns, say
 from benchmarks.peers.protocol import CACHE, Peer
 
 OURS = "mlaflax"
+GQA_PER_TOKEN = 2 * shapes.GQA["num_key_value_heads"] * shapes.GQA["head_dim"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +45,20 @@ class Entry:
     argument: str
     environment: str
     dtypes: tuple[str, ...]
+    # Numbers in the cache per token and layer: the latent and the rope key, or keys and values.
+    per_token: int = 256 + 32
     # Memory of a step beyond the cache, in caches: transformers concatenates, and expands the latent.
     overhead: float = 1.0
 
 
 ENTRIES = {
     OURS: Entry("mlaflax_worker", "", "", ("f32", "bf16")),
-    "transformers-mla": Entry("transformers_decode", "mla", "torch", ("f32", "bf16"), 3.0),
-    "transformers-absorbed": Entry("transformers_decode", "absorbed", "torch", ("f32", "bf16"), 1.5),
-    "transformers-gqa": Entry("transformers_decode", "gqa", "torch", ("f32", "bf16"), 1.5),
+    "transformers-mla": Entry("transformers_decode", "mla", "torch", ("f32", "bf16"), overhead=3.0),
+    "transformers-absorbed": Entry("transformers_decode", "absorbed", "torch", ("f32", "bf16")),
+    "transformers-gqa": Entry("transformers_decode", "gqa", "torch", ("f32", "bf16"), GQA_PER_TOKEN),
     "llama.cpp-mla": Entry("llama_cpp_decode", "mla", "torch", ("f32", "f16", "f16/fa", "f16+q8_0/fa")),
-    "llama.cpp-gqa": Entry("llama_cpp_decode", "gqa", "torch", ("f16/fa",)),
-    "easydel-mla": Entry("easydel_decode", "", "jax", ("f32", "bf16"), 3.0),
+    "llama.cpp-gqa": Entry("llama_cpp_decode", "gqa", "torch", ("f16/fa",), GQA_PER_TOKEN),
+    "easydel-mla": Entry("easydel_decode", "", "jax", ("f32", "bf16"), 12 * (64 + 32 + 64)),
 }
 
 
@@ -125,9 +128,9 @@ def make_contestants(names: list[str], arguments: argparse.Namespace) -> dict[st
 
 def need_bytes(contestant: Contestant, context: int, batch: int) -> int:
     """Rough memory of a workload: weights and runtime, the cache, and what the peer adds to it."""
-    per_token = 2 * 4 * 64 if "gqa" in contestant.name else 256 + 32
-    cache = batch * context * 12 * per_token * contestant.width
-    return int(106.3e6 * contestant.width + 0.4e9 + cache * (1 + ENTRIES[contestant.name].overhead))
+    entry = ENTRIES[contestant.name]
+    cache = batch * context * 12 * entry.per_token * contestant.width
+    return int(106.3e6 * contestant.width + 0.4e9 + cache * (1 + entry.overhead))
 
 
 def run_cell(
@@ -146,7 +149,13 @@ def run_cell(
     rows, rates = [], []
     our_rounds: dict[str, list[float]] = {c.dtype: [] for c in ours}
     our_floors: dict[str, list[float]] = {c.dtype: [] for c in ours}
-    for group in compare.in_groups(ours, peers, int(0.7 * compare.available_bytes())):
+    budget = int(0.8 * compare.available_bytes())
+    base = sum(c.need_bytes for c in ours)
+    for c in peers:
+        if base + c.need_bytes > budget:
+            c.error = f"needs about {c.need_bytes / 1e9:.0f} GB of memory beside ours"
+            rows.append(row_of(c, batch, [], []))
+    for group in compare.in_groups(ours, [c for c in peers if not c.error], budget):
         say(
             f"  context {context}, batch {batch}: {', '.join(f'{c.name} {c.dtype}' for c in [*ours, *group])}"
         )

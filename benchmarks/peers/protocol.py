@@ -134,7 +134,8 @@ class Peer:
             try:
                 self._process = self._start()
             except OSError as error:
-                raise PeerError(f"{self.name} cannot start: {error}") from error
+                hint = "; benchmarks/peers/setup.sh makes the environments"
+                raise PeerError(f"{self.name} cannot start: {error}{hint}") from error
         process = self._process
         try:
             process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")

@@ -24,6 +24,6 @@ if [ "$which" = torch ] || [ "$which" = all ]; then
 fi
 if [ "$which" = jax ] || [ "$which" = all ]; then
   create "$jax_venv"
-  # This release of EasyDeL works with this jax; the library's own environment has a newer one.
-  "$jax_venv/bin/pip" install easydel==0.3.0 jax==0.9.2 jaxlib==0.9.2
+  # This release of EasyDeL works with this jax, older than the library's own; it imports torch and pillow undeclared.
+  "$jax_venv/bin/pip" install easydel==0.3.0 jax==0.9.2 jaxlib==0.9.2 torch==2.13.0 pillow
 fi

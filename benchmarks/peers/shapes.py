@@ -109,13 +109,11 @@ def attention_parameters(hf: dict) -> int:
     return q + d * (c + r) + c * h * (n + v) + h * v * d
 
 
-def active_parameters(hf: dict) -> int:
-    """Weights one token is multiplied with, the head included and the embedding look-up not."""
-    d, layers, dense = hf["hidden_size"], hf["num_hidden_layers"], hf["first_k_dense_replace"]
-    experts = hf["num_experts_per_tok"] + hf["n_shared_experts"]
-    moe = 3 * d * hf["moe_intermediate_size"] * experts + d * hf["n_routed_experts"]
-    mlp = 3 * d * hf["intermediate_size"]
-    return layers * attention_parameters(hf) + dense * mlp + (layers - dense) * moe + hf["vocab_size"] * d
+def step_parameters(hf: dict) -> int:
+    """Weights one token of a dense model is multiplied with: the head, but not the embedding look-up."""
+    d = hf["hidden_size"]
+    layer = attention_parameters(hf) + 3 * d * hf["intermediate_size"]
+    return hf["num_hidden_layers"] * layer + hf["vocab_size"] * d
 
 
 def decode_floor(hf: dict, context: int, batch: int, itemsize: int) -> tuple[int, int]:
@@ -126,16 +124,7 @@ def decode_floor(hf: dict, context: int, batch: int, itemsize: int) -> tuple[int
     """
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     c, r = hf["kv_lora_rank"], hf["qk_rope_head_dim"]
-    weights = active_parameters(hf)
+    weights = step_parameters(hf)
     moved = itemsize * (weights + batch * context * layers * (c + r))
     flops = 2 * batch * (weights + context * layers * heads * (2 * c + r))
     return moved, flops
-
-
-def train_flops(hf: dict, batch: int, length: int) -> int:
-    """FLOPs of one training step, without recomputation: 6 per weight and token, plus causal attention."""
-    tokens = batch * length
-    width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"] + hf["v_head_dim"]
-    # Scores and weighted values over half the square; the backward pass costs twice the forward.
-    attention = 3 * 2 * hf["num_hidden_layers"] * hf["num_attention_heads"] * width * tokens * length / 2
-    return int(6 * active_parameters(hf) * tokens + attention)
