@@ -161,6 +161,24 @@ class Engine:
         """The cache as it stands; the next step replaces it."""
         return self._state.cache
 
+    @property
+    def state(self) -> steps.EngineState:
+        """Everything on the device, as it stands; the next step replaces it."""
+        return self._state
+
+    def decode_step(self, state: steps.EngineState) -> tuple[steps.EngineState, Sampled]:
+        """The compiled decode step on a state of the caller's, which it consumes."""
+        return self._decode(self._graph, self._weights, state, self._eos)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return self._pages.num_free
+
+    def compile_decode(self) -> jax.stages.Compiled:
+        """The compiled decode step, for looking at its memory and its HLO."""
+        return self._decode.lower(self._graph, self._weights, self._state, self._eos).compile()
+
     def warm_up(self) -> None:
         """Compile everything now rather than with the first prompt."""
         longest = self.config.max_length
@@ -260,7 +278,7 @@ class Engine:
                 # Dispatch the next step before looking at the last one's tokens.
                 following = None
                 if any(request is not None for request in slots):
-                    self._state, sampled = self._decode(self._graph, self._weights, self._state, self._eos)
+                    self._state, sampled = self.decode_step(self._state)
                     following = (sampled, list(slots))
                 if pending is not None:
                     yield from self._events(*pending, slots)

@@ -1,0 +1,151 @@
+"""The engine: greedy tokens equal a full forward pass, batches do not matter, nothing recompiles or copies."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig
+from mlaflax.decode import Engine, EngineConfig, SamplingParams
+from mlaflax.model import init_model
+
+CONFIG = ModelConfig(
+    vocab_size=100,
+    num_layers=3,
+    hidden_size=48,
+    mlp_size=96,
+    max_length=512,
+    init_std=0.15,
+    attention=AttentionConfig(4, 0, 32, 16, 8, 16),
+    moe=MoEConfig(8, 1, 2, 24, first_dense=1),
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return init_model(CONFIG, seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    engine = Engine(
+        model, config=EngineConfig("f32", max_sequences=3, cache_tokens=900, prefill_chunks=(8, 64))
+    )
+    engine.warm_up()
+    return engine
+
+
+def prompts(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 100, n).tolist() for n in lengths]
+
+
+def test_greedy_tokens_and_logprobs_equal_a_full_forward_pass(model, engine):
+    asked = prompts(3, 40, 130, 300, 17, 1, 64, 65)  # more prompts than slots
+    for prompt, got in zip(asked, engine.generate(asked, GREEDY), strict=True):
+        sequence = jnp.asarray(prompt + got.tokens)[None]
+        logprobs = jax.nn.log_softmax(model.logits(model(sequence).hidden)[0])
+        rows = np.asarray(logprobs)[len(prompt) - 1 : -1]
+        assert got.tokens == rows.argmax(-1).tolist()
+        np.testing.assert_allclose(got.logprobs, rows.max(-1), atol=1e-4)
+        for row, top in zip(rows, got.top_logprobs, strict=True):
+            assert [i for i, _ in top] == np.argsort(-row)[:3].tolist()
+        assert got.finish_reason == "length" and len(got.tokens) == 12
+        assert got.token_times == sorted(got.token_times)
+
+
+def test_sampled_tokens_depend_neither_on_the_batch_nor_on_the_slot(engine):
+    asked = prompts(5, 90, 20, 33)
+    sampling = [SamplingParams(seed=i, max_tokens=5 + 3 * i, top_p=0.9) for i in range(4)]
+    together = engine.generate(asked, sampling)
+    for prompt, params, want in zip(asked, sampling, together, strict=True):
+        assert engine.generate([prompt], params)[0].tokens == want.tokens
+
+
+def test_nothing_compiles_after_warm_up(engine):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "compile" in event or "trace" in event else None
+    )
+    try:
+        engine.generate(
+            prompts(1, 7, 9, 63, 66, 200, 450, seed=2),
+            [
+                SamplingParams(temperature=t, top_k=k, max_tokens=9)
+                for t, k in zip([0, 1, 2, 0, 1, 2, 0], range(7), strict=True)
+            ],
+        )
+        assert compiled == []
+        jax.jit(lambda x: x + len(compiled))(1)
+        assert compiled, "the listener hears nothing, so this test proves nothing"
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+@pytest.mark.parametrize("format", ["f32", "bf16", "fp8"])
+def test_the_decode_step_updates_the_pool_in_place_and_copies_none_of_it(model, format):
+    engine = Engine(model, config=EngineConfig(format, max_sequences=2))
+    compiled = engine.compile_decode()
+    pool = engine.cache.pool
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= engine.cache.nbytes()
+    # The instruction that makes a copy of the pool has the pool's own shape; updates in place are fusions
+    # or updates of slices.
+    shapes = {f"{part.dtype.name}{list(part.shape)}" for part in pool.values()}
+    hlo = compiled.as_text()
+    for part in pool.values():
+        kind = {"float32": "f32", "uint16": "u16", "uint8": "u8"}[part.dtype.name]
+        shape = re.escape(f"{kind}[{','.join(map(str, part.shape))}]")
+        assert re.search(shape, hlo), shapes
+        assert not re.search(rf"= {shape}\S* (copy|convert|transpose|broadcast|gather)\(", hlo)
+    before = [part.unsafe_buffer_pointer() for part in pool.values()]
+    engine.generate(prompts(5, 9), GREEDY)
+    assert [part.unsafe_buffer_pointer() for part in engine.cache.pool.values()] == before
+
+
+def test_leaving_a_stream_early_frees_its_slots_and_pages(engine):
+    free = engine.free_pages
+    stream = engine.stream(prompts(100, 50, 20), GREEDY)
+    next(stream)
+    assert engine.free_pages < free
+    stream.close()
+    assert engine.free_pages == free
+    assert len(engine.generate(prompts(10), GREEDY)[0].tokens) == 12
+
+
+def test_a_context_fills_the_cache_to_the_last_token(engine):
+    got = engine.generate(prompts(500), SamplingParams(temperature=0, max_tokens=1000))[0]
+    # The last of the 512 places is written when the token after it is predicted.
+    assert len(got.tokens) == 13 and got.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], r"prompts\[1\] = \[\]: is empty"),
+        ([1] * 512, r"prompts\[1\] = '512 tokens': must be shorter than the cache's 512 tokens"),
+        ([5, 100], r"prompts\[1\] = 100: is not a token id; the vocabulary has 100"),
+        ([-1], r"prompts\[1\] = -1: is not a token id"),
+        ("text", r"prompts\[1\] = 'text': is text, but the engine has no tokenizer"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_work(engine, prompt, message):
+    with pytest.raises(ConfigError, match=message):
+        engine.stream([[1, 2], prompt], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_format": "fp3"}, "cache_format = 'fp3': must be one of 'f32', 'bf16', 'fp8'"),
+        ({"max_sequences": 0}, "max_sequences = 0: must be greater than 0"),
+        ({"prefill_chunks": ()}, r"prefill_chunks = \(\): must hold at least one length"),
+        ({"max_length": 1024}, "max_length = 1024: must not exceed the model's 512"),
+    ],
+)
+def test_bad_engine_configurations_are_refused(model, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(model, config=EngineConfig(**fields))
