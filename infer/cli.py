@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import re
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -50,14 +50,19 @@ def parse(arguments: type[T], flags: Sequence[str], *, prog: str, description: s
     except SystemExit as error:
         if error.code in (0, None):
             raise
-        raise ConfigError(f"{_unboxed(said.getvalue())}; see {prog} --help") from None
+        # tyro frames every ValueError, those of our own validation among them.
+        if isinstance(error.__context__, ConfigError):
+            raise error.__context__ from None
+        raise ConfigError(f"{_unframed(said.getvalue())}; see {prog} --help") from None
 
 
-def _unboxed(box: str) -> str:
-    """The sentence inside tyro's framed message: what stands above its first rule."""
-    lines = [line.strip("│ ").strip() for line in box.splitlines() if line.startswith("│")]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    return re.sub(r"\s+", " ", " ".join(lines[:rule])).rstrip(". ") or box.strip()
+def _unframed(message: str) -> str:
+    """The sentence in one of tyro's messages: below its title, above its next rule, whatever the charset."""
+    _, *lines = (line.strip("│ ") for line in message.splitlines())
+    for rule, sentence in itertools.groupby(lines, key=lambda line: not line.strip("╰╯─- ")):
+        if not rule:
+            return " ".join(" ".join(sentence).split()).rstrip(".")
+    return message.strip()
 
 
 class Terminal:
