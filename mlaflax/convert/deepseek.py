@@ -237,7 +237,8 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
 def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
     """Replace every weight of `model`, a stacked `Transformer`, by `params`, in place.
 
-    Each array takes the dtype and the sharding of the one it replaces. Generator states are left alone.
+    Each array takes the dtype and the sharding of the one it replaces. The model may be abstract
+    (`nnx.eval_shape`): its weights then never existed before.
 
     Args:
       params: nested dict as `params_from_hf` returns it.
@@ -250,12 +251,10 @@ def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
         for path, variable in nnx.to_flat_state(nnx.state(model))
         if not isinstance(variable, nnx.RngState)
     }
-    shapes = {name: tuple(variable[...].shape) for name, variable in variables.items()}
-    values = _check(_flatten(params), shapes)
-    for name, variable in variables.items():
-        old = variable[...]
-        values[name] = jax.device_put(values[name].astype(old.dtype), old.sharding)
-    nnx.update(model, _nest(values))
+    old = {name: variable.get_value() for name, variable in variables.items()}
+    values = _check(_flatten(params), {name: tuple(value.shape) for name, value in old.items()})
+    new = {k: jax.device_put(v.astype(old[k].dtype), old[k].sharding) for k, v in values.items()}
+    nnx.update(model, _nest(new))
 
 
 # Configuration

@@ -53,10 +53,7 @@ def make(name: str) -> None:
         raise SystemExit(f"{name}: every seed has a token between two experts")
 
     model = transformers_peer.load_model(hf_config, weights)
-    alone = [
-        transformers_peer.logits(model, golden.lay_out([d], "alone"), "alone")[0].astype(np.float32)
-        for d in documents
-    ]
+    alone = [transformers_peer.alone(model, d) for d in documents]
     noise = {}
     for layout in ("left", "right", "packed"):
         batch = golden.lay_out(documents, layout)

@@ -126,26 +126,29 @@ def attend(p, a: AttentionConfig, x, positions, visible, trace: Trace):
 
 
 def select(m: MoEConfig, scores, bias, trace: Trace):
-    """Experts of one token."""
+    """Experts `[tokens, k]` by scores `[tokens, e]`."""
     biased = scores + bias
-    groups = biased.reshape(m.num_groups, -1)
+    groups = biased.reshape(len(scores), m.num_groups, -1)
     if m.num_groups > 1:
-        worth = groups.max(1) if m.group_score == "max" else np.sort(groups, 1)[:, -2:].sum(1)
-        best = np.argsort(-worth)
-        if m.top_groups < m.num_groups:
-            trace.margin = min(trace.margin, worth[best[m.top_groups - 1]] - worth[best[m.top_groups]])
-        groups = np.where(np.isin(np.arange(m.num_groups), best[: m.top_groups])[:, None], groups, -np.inf)
-    eligible = groups.reshape(-1)
-    best = np.argsort(-eligible)
-    if m.top_k < m.num_experts:
-        trace.margin = min(trace.margin, eligible[best[m.top_k - 1]] - eligible[best[m.top_k]])
-    chosen = best[: m.top_k]
+        worth = groups.max(-1) if m.group_score == "max" else np.sort(groups, -1)[..., -2:].sum(-1)
+        groups = np.where(best(worth, m.top_groups, trace)[..., None], groups, -np.inf)
+    eligible = groups.reshape(scores.shape)
+    chosen = best(eligible, m.top_k, trace)
     trace.negative.append(float((biased[chosen] < 0).mean()))
     return chosen
 
 
+def best(values, count: int, trace: Trace):
+    """Which of the last axis are among its `count` largest."""
+    ordered = -np.sort(-values, -1)
+    if count < values.shape[-1]:
+        trace.margin = min(trace.margin, (ordered[:, count - 1] - ordered[:, count]).min())
+    return values >= ordered[:, count - 1 : count]
+
+
 def mixture(p, m: MoEConfig, x, valid, trace: Trace):
-    logits = x @ p["router"]
+    tokens = x[valid]
+    logits = tokens @ p["router"]
     if m.score == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
         scores = scores / scores.sum(-1, keepdims=True)
@@ -153,13 +156,14 @@ def mixture(p, m: MoEConfig, x, valid, trace: Trace):
         scores = 1 / (1 + np.exp(-logits))
     else:
         scores = np.sqrt(np.logaddexp(logits, 0))
+    weights = np.where(select(m, scores, p["bias"], trace), scores, 0)
+    if m.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
     out = swiglu(p["shared"], x) if m.num_shared_experts else np.zeros_like(x)
-    for at in zip(*np.nonzero(valid), strict=True):
-        chosen = select(m, scores[at], p["bias"], trace)
-        weight = scores[at][chosen]
-        weight = m.routed_scale * (weight / weight.sum() if m.normalize else weight)
-        for e, w in zip(chosen, weight, strict=True):
-            out[at] += w * swiglu({name: p[name][e] for name in ("gate", "up", "down")}, x[at])
+    # Every expert on every token: most of it is multiplied by 0, and nothing can be misplaced.
+    for e in range(m.num_experts):
+        expert = {name: p[name][e] for name in ("gate", "up", "down")}
+        out[valid] += m.routed_scale * weights[:, e : e + 1] * swiglu(expert, tokens)
     return out
 
 

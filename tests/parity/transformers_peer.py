@@ -45,11 +45,17 @@ def load_model(config: dict[str, Any], weights: dict[str, np.ndarray]) -> Any:
 
 
 @torch.no_grad()
+def alone(model: Any, document: np.ndarray) -> np.ndarray:
+    """Logits float32 `[n, w]` of one document, as simply as they can be had."""
+    return model(torch.from_numpy(document).long()[None], use_cache=False).logits[0].float().numpy()
+
+
+@torch.no_grad()
 def logits(model: Any, batch: Batch, layout: str) -> np.ndarray:
     """Logits `[b, q, w]` of a batch, with the arguments transformers wants for that layout."""
     tokens, positions = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.positions).long()
     if layout == "packed":
-        # Packing is told by positions that restart; the padding after it restarts at every token.
+        # Told by positions that restart: each token of the padding is a document of its own.
         return model(tokens, position_ids=positions, use_cache=False).logits.double().numpy()
     mask = torch.from_numpy(batch.segment_ids > 0).long()
     return model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits.double().numpy()
