@@ -143,8 +143,8 @@ class MoE(nnx.Module):
         expert = jnp.where(valid[:, None], indices, e).reshape(-1)
         order = jnp.argsort(expert, stable=True)
         load = jnp.zeros((e,), jnp.int32).at[expert].add(1, mode="drop")
-        gate, up, down = (w[...].astype(self.dtype) for w in (self.gate, self.up, self.down))
-        rows = grouped_swiglu(tokens[order // k], gate, up, down, load)
+        # The op rounds the weights to the dtype of the rows: on CPU only those of experts that have rows.
+        rows = grouped_swiglu(tokens[order // k], self.gate[...], self.up[...], self.down[...], load)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(n * k))
         choices = rows[place].reshape(n, k, -1)
         y = jnp.einsum("nkd,nk->nd", choices.astype(jnp.float32), weights)
