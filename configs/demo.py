@@ -1,6 +1,8 @@
 """A small DeepSeek-shaped model that learns English in a few minutes on two CPU cores.
 
-python -m train demo
+    python -m train demo
+
+Expect: to be written.
 """
 
 from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig

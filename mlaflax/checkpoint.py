@@ -23,6 +23,7 @@ import pathlib
 import re
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -426,17 +427,24 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
 @contextlib.contextmanager
 def _reported(what: str) -> Iterator[None]:
     """Turn whatever goes wrong inside Orbax and below into one sentence."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda _: None  # Orbax abandons coroutines that failed
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
+        _forget_coroutines(error)
         raise CheckpointError(f"{what}: {_reason(error)}") from error
+
+
+def _forget_coroutines(error: BaseException | None) -> None:
+    """Orbax abandons the coroutines of other arrays when one fails; each would be reported as it is collected."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
     finally:
-        if sys.exc_info()[0] is not None:
-            gc.collect()
         sys.unraisablehook = hook
 
 
@@ -448,6 +456,8 @@ def _reason(error: BaseException) -> str:
         return "no space is left on the disk"
     if number:
         return os.strerror(number).lower()
+    if "reading array" in text:
+        return "an array cannot be read"
     line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return line if len(line) <= 200 else line[:197] + "..."
 

@@ -135,7 +135,7 @@ class Steps:
             **parts,
             "grad_norm": norm,
             "learning_rate": self._schedule(old.step - old.skipped),
-            "max_load": load.max(-1) / jnp.maximum(load.mean(-1), 1),
+            "max_load": load.max(-1, initial=0) / jnp.maximum(load.mean(-1), 1),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
         }

@@ -1,7 +1,6 @@
 """Cross-entropy in pieces equals cross-entropy at once, in less memory."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

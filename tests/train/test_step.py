@@ -78,9 +78,7 @@ def test_bias_moves_against_the_load(steps, batch):
     step = steps.config.model.moe.bias_step
     state = steps.init()
     model = init_model(steps.config.model, steps.config.seed)
-    load = np.asarray(
-        model(batch["tokens"], batch["positions"], batch["segment_ids"]).aux["expert_load"]
-    )
+    load = np.asarray(model(batch["tokens"], batch["positions"], batch["segment_ids"]).aux["expert_load"])
     assert load.sum() == batch["loss_mask"].sum() * steps.config.model.moe.top_k
     new, metrics = steps.train(state, steps.place(batch))
     (bias,) = jax.tree.leaves(new.state)

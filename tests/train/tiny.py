@@ -13,7 +13,23 @@ from train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from train.data import DataConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-WORDS = "the a cat dog sat ran on under mat tree and then it was very small large old red quick".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "and",
+    "then",
+    "small",
+    "old",
+    "red",
+]
 
 MODEL = ModelConfig(
     vocab_size=300,
