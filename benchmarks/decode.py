@@ -144,6 +144,7 @@ def run_cell(
         c.need_bytes = need_bytes(c, context, batch)
         c.error = None
         c.rounds.clear()
+        c.info = {}
     ours = contestants.get(OURS, [])
     peers = [c for name, group in contestants.items() if name != OURS for c in group]
     rows, rates = [], []

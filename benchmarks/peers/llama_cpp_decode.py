@@ -29,7 +29,7 @@ class SequenceState:
     The layout (llama-kv-cache.cpp, `state_write`): header; uint32 streams; per stream uint32 cells, and where
     there are cells: per cell (int32 position, uint32 count = 1, int32 sequence), uint32 v_trans, uint32
     layers, then per layer of K, and per layer of V unless V is a view of K (MLA): int32 type, uint64 bytes of
-    a row, rows.
+    a row, rows. A transposed V has another form, which is refused.
     """
 
     def __init__(self, raw: bytes):
@@ -46,15 +46,16 @@ class SequenceState:
             if cells != PREFIX:
                 raise ValueError(f"state holds {cells} cells, not {PREFIX}: unknown layout")
             offset += 12 * cells
-            self.transposed, layers = struct.unpack_from("<II", raw, offset)
+            self.transposed, self.layers = struct.unpack_from("<II", raw, offset)
             offset += 8
-            empty_streams = 4 * (self.streams - 1 - stream)
-            while len(self.rows) < 2 * layers and offset < len(raw) - empty_streams:
+            end = len(raw) - 4 * (self.streams - 1 - stream)  # the streams that follow are empty
+            while offset < end:
+                if self.transposed and len(self.rows) == self.layers:
+                    raise ValueError("V is stored transposed: turn flash attention on")
                 kind, size = struct.unpack_from("<iQ", raw, offset)
                 offset += 12
                 self.rows.append((kind, size, raw[offset : offset + size * cells]))
                 offset += size * cells
-            self.layers = layers
 
     def repeated(self, sequence: int, length: int) -> bytes:
         """State of `sequence` with the prefix's rows repeated up to `length` tokens."""
@@ -118,8 +119,6 @@ class Worker:
         buffer = (ctypes.c_uint8 * size)()
         llama.llama_state_seq_get_data(self.context, buffer, size, 0)
         state = SequenceState(bytes(buffer))
-        if state.transposed and len(state.rows) > state.layers:
-            raise ValueError("V is stored transposed: turn flash attention on")
         llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
         for sequence in range(self.sequences):
             raw = state.repeated(sequence, length)
