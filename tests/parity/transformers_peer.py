@@ -12,6 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from tests.parity.golden import PAD, Batch
 
+transformers.utils.logging.disable_progress_bar()
+# It warns of a rope factor that is not max_position_embeddings / original length; ours are drawn at random.
+transformers.utils.logging.set_verbosity_error()
+
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weight files that transformers writes for `config`."""
