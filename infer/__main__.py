@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> int:
             prog=f"python -m infer {name}",
             description=(module.__doc__ or "").strip(),
         )
-        use_compilation_cache()
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            use_compilation_cache()
         return module.run(parsed, terminal)
     except (ConfigError, CheckpointError) as error:
         return _failed(2, str(error), flags, terminal)

@@ -2,6 +2,7 @@ import dataclasses
 import os
 import pathlib
 
+import jax
 import pytest
 
 from tests.train.tiny import MODEL, ROOT, tiny
@@ -20,10 +21,6 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """For programs in subprocesses: compiled programs are kept between test runs."""
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(ROOT / ".cache" / "tests"),
-    }
+    """For programs in subprocesses; with it they share this process's cache of compiled programs."""
+    precision = str(jax.config.jax_default_matmul_precision)
+    return {**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": precision, "PYTHONPATH": str(ROOT)}

@@ -103,11 +103,12 @@ def test_text_streams_and_stops(generate):
 
 
 def test_several_prompts_are_labelled(generate):
-    flags = ["--prompt", "the dog", "--prompt", "a", "--max-tokens", "5", "--ignore-eos", "--logprobs", "1"]
+    flags = [part for prompt in ("the dog", "a", "it") for part in ("--prompt", prompt)]
+    flags += ["--cache", "fp8", "--max-length", "256", "--max-tokens", "5", "--ignore-eos", "--logprobs", "1"]
     shown, _ = generate(*flags)
-    assert "[1] 'the dog' (5 tokens, length)\n" in shown
-    assert "[2] 'a' (5 tokens, length)\n" in shown
-    assert shown.count("log-probabilities") == 2
+    for index, prompt in enumerate(("the dog", "a", "it")):
+        assert f"[{index + 1}] '{prompt}' (5 tokens, length)\n" in shown
+    assert shown.count("log-probabilities") == 3
 
 
 def test_ctrl_c_leaves_with_what_there_is(checkpoint, environment):

@@ -13,7 +13,7 @@ NOTEBOOK = ROOT / "infer" / "notebooks" / "decode.ipynb"
 
 
 @pytest.fixture(scope="module")
-def executed(checkpoint):
+def executed(checkpoint, environment):
     """The notebook's cells after running it where it lies, on a small trained model."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(
@@ -21,7 +21,8 @@ def executed(checkpoint):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLAFLAX_CHECKPOINT", str(checkpoint))
-        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        for name, value in environment.items():
+            patch.setenv(name, value)
         client.execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
