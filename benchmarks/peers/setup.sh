@@ -4,7 +4,7 @@
 #   benchmarks/peers/setup.sh [torch|jax|all]
 #
 # MLAFLAX_PEERS_VENV and MLAFLAX_PEERS_JAX_VENV name the folders (default .peers-venv and .peers-jax-venv in the
-# checkout). llama-cpp-python is built from source: about five CPU minutes, a C++ compiler and CMake needed.
+# checkout). llama-cpp-python is built from source: several CPU minutes, a C++ compiler and CMake needed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 torch_venv=${MLAFLAX_PEERS_VENV:-.peers-venv}
