@@ -150,7 +150,9 @@ class Engine:
             max_length=max_length,
             num_pages=self._pages.num_pages,
         )
-        self._state = steps.EngineState.create(cache)
+        # Where the weights are: a state that is not bound to a device until the first step returns it would
+        # compile every program a second time.
+        self._state = jax.device_put(steps.EngineState.create(cache), _replicated(self._weights))
         self._admit = jax.jit(steps.admit, donate_argnames="state")
         self._release = jax.jit(steps.release, donate_argnames="state")
         self._prefill = jax.jit(steps.prefill, static_argnames=("graph", "eos"), donate_argnames="state")
@@ -361,3 +363,11 @@ class Engine:
         self._pages.release(slots[slot].pages)
         slots[slot] = None
         self._state = self._release(self._state, np.int32(slot))
+
+
+def _replicated(weights: nnx.State) -> jax.sharding.Sharding:
+    """The sharding of an array that every device of the weights holds whole."""
+    sharding = jax.tree.leaves(weights)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return sharding

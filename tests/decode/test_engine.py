@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig
 from mlaflax.decode import Engine, EngineConfig, SamplingParams
@@ -29,8 +30,11 @@ def model():
     return init_model(CONFIG, seed=3)
 
 
-@pytest.fixture(scope="module")
-def engine(model):
+@pytest.fixture(scope="module", params=["fresh", "restored"])
+def engine(model, request):
+    if request.param == "restored":  # arrays that are bound to a device, as a checkpoint's are
+        graph, state = nnx.split(model)
+        model = nnx.merge(graph, jax.device_put(state, jax.devices()[0]))
     engine = Engine(
         model, config=EngineConfig("f32", max_sequences=3, cache_tokens=900, prefill_chunks=(8, 64))
     )
