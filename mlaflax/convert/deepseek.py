@@ -231,6 +231,13 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
                 value = flat[f"{stack}.{rule.ours}"][row]
                 for name, part in zip(rule.names(layer), value if rule.experts else [value], strict=True):
                     out[name] = rule.fold(part)
+    if config.num_moe_layers and not config.moe.num_shared_experts:
+        # transformers has shared experts of width 0 where there are none, and misses them in the file.
+        d = config.hidden_size
+        for layer in range(config.num_dense_layers, config.num_layers):
+            for name, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0))):
+                key = f"model.layers.{layer}.mlp.shared_experts.{name}.weight"
+                out[key] = np.zeros(shape, np.float32)
     return out
 
 
@@ -534,6 +541,7 @@ class _Reader:
             for name, m in layer_of.items()
             if not (m and int(m[1]) >= num_layers and int(m[1]) in predictors)
             and not name.endswith(".rotary_emb.inv_freq")
+            and np.size(self.tensors[name])
         )
         if unknown:
             raise ConfigError(

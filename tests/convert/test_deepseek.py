@@ -132,6 +132,18 @@ def test_weights_survive_the_round_trip(name):
     assert same(weights, back)
 
 
+def test_no_shared_experts():
+    file, config = small("v3")
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, num_shared_experts=0))
+    weights = {k: v for k, v in file.weights().items() if "shared_experts" not in k}
+    params = params_from_hf(weights, config)
+    assert "shared" not in params["moe_layers"]["moe"]
+    written = params_to_hf(params, config)
+    empty = {k: v.size for k, v in written.items() if k not in weights}
+    assert len(empty) == 6 and not any(empty.values())
+    assert same(params_from_hf(written, config), params)
+
+
 @pytest.mark.parametrize("name", golden.CONFIGS)
 def test_params_are_what_the_model_holds(name):
     file, config = small(name)

@@ -132,7 +132,7 @@ def make_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.
     weights = {}
     for name, shape in shapes.items():
         fan_in, std, mean = next((s for end, s in _SCALES.items() if name.endswith(end)), (True, 1.0, 0.0))
-        std *= 3**0.5 / (shape[-1] ** 0.5 if fan_in else 1)
+        std *= 3**0.5 / (max(shape[-1], 1) ** 0.5 if fan_in else 1)
         values = mean + std * uniform(name, seed, int(np.prod(shape)))
         weights[name] = values.reshape(shape).astype(np.float32)
     return weights

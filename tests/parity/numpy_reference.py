@@ -167,7 +167,7 @@ def mixture(p, m: MoEConfig, x, valid, trace: Trace):
     return out
 
 
-def _at(stack, layer: int):
+def _at(stack, layer: int) -> Any:
     """One layer of stacked parameters, in float64."""
     if isinstance(stack, dict):
         return {name: _at(value, layer) for name, value in stack.items()}

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parity
 
 TOLERANCE = 1e-4
 LENGTHS = (90, 50, 17)
-SEEDS = range(12)
+SEEDS = range(8)
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +111,9 @@ def compare(model, runner, peer, documents):
         if layout != "packed":
             errors[f"{layout}, live"] = batch.error(runner.logits(batch), live)
             errors[f"{layout}, cached"] = batch.error(runner.cached_logits(batch), alone)
-            errors[f"{layout}, chunks"] = batch.error(runner.cached_logits(batch, [1, 7, 64]), alone)
+            errors[f"{layout}, chunks"] = batch.error(runner.cached_logits(batch, [1, 7, 41, 41]), alone)
             errors[f"{layout}, tokens"] = batch.error(runner.cached_logits(batch, [1] * LENGTHS[0]), alone)
     assert max(errors.values()) < TOLERANCE, errors
-    return errors
 
 
 def compare_generation(model, runner, peer, prompt, count=40):
@@ -138,7 +137,7 @@ def test_random_architecture(seed, peer):
     weights, documents = weights_for(peer, hf_config, config, seed)
     model = peer.load_model(hf_config, weights)
     runner = Runner(build(config, params_from_hf(weights, config)), optimised=True)
-    print(seed, compare(model, runner, peer, documents))
+    compare(model, runner, peer, documents)
     compare_generation(model, runner, peer, documents[2])
 
 

@@ -36,13 +36,14 @@ def load_model(config: dict[str, Any], weights: dict[str, np.ndarray]) -> Any:
         path = pathlib.Path(directory)
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(config))
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
             attn_implementation="eager",
             experts_implementation="eager",
             output_loading_info=True,
         )
+    model, report = loaded
     wrong = {k: v for k, v in report.items() if v}
     assert not wrong, wrong
     return model.eval()
