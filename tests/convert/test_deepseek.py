@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig, RopeConfig
@@ -94,6 +94,7 @@ def test_number_of_parameters_is_the_published_one():
         assert abs(total / published - 1) < 1e-3
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         RopeConfig,
