@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
+# Threads of BLAS that wait by spinning slow each other and XLA down; the NumPy references need one.
+export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help demo test test-slow parity lint bench clean
 .DEFAULT_GOAL = help
