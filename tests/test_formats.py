@@ -100,7 +100,9 @@ def test_simulated_values_are_the_packed_ones_to_the_bit(name, seed):
 @pytest.mark.parametrize("name", ["f32", "bf16", "fp8"])
 def test_the_gradient_passes_straight_through(name):
     rng = np.random.default_rng(2)
-    latent, rope, weight, weight_rope = (jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for n in (64, 16) * 2)
+    latent, rope, weight, weight_rope = (
+        jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for n in (64, 16) * 2
+    )
 
     def loss(latent, rope):
         a, b = formats.get_format(name).simulate(latent, rope)

@@ -10,7 +10,9 @@ import pytest
 
 
 def python(code: str, **env: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "MALLOC_", "GLIBC_"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "MALLOC_", "GLIBC_"))
+    }
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=clean | {"JAX_PLATFORMS": "cpu"} | env,

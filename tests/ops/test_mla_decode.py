@@ -19,7 +19,9 @@ def make_pool(format: str, num_pages: int, seed: int = 0):
     fmt = get_format(format)
     tokens = jnp.asarray(rng.standard_normal((num_pages, PAGE, C + R)), jnp.float32)
     packed = fmt.pack(tokens[..., :C], tokens[..., C:])
-    values = np.concatenate([fmt.unpack_latent(packed), fmt.unpack_rope(packed["rope"])], -1).astype(np.float64)
+    values = np.concatenate([fmt.unpack_latent(packed), fmt.unpack_rope(packed["rope"])], -1).astype(
+        np.float64
+    )
     pool = {name: part if name == "latent" else jnp.swapaxes(part, 1, 2) for name, part in packed.items()}
     return fmt, pool, values
 
@@ -33,7 +35,9 @@ def expected(q, q_pos, values, table, page_pos, mask, scale):
                 values[table[i, p], t]
                 for p in range(table.shape[1])
                 for t in range(PAGE)
-                if page_pos[i, p] >= 0 and page_pos[i, p] + t <= q_pos[i, j] and (mask is None or mask[i, p, t])
+                if page_pos[i, p] >= 0
+                and page_pos[i, p] + t <= q_pos[i, j]
+                and (mask is None or mask[i, p, t])
             ]
             if not keys:
                 continue
@@ -151,8 +155,8 @@ def test_work_ends_with_the_last_visible_page():
 
 def test_bad_arguments_are_named():
     fmt, pool, _ = make_pool("f32", 2)
-    good = dict(q=jnp.ones((1, 1, H, C + R)), q_pos=jnp.zeros((1, 1), int), block_table=jnp.zeros((1, 2), int),
-                page_pos=jnp.zeros((1, 2), int), pool=pool)  # fmt: skip
+    good = {"q": jnp.ones((1, 1, H, C + R)), "q_pos": jnp.zeros((1, 1), int), "block_table": jnp.zeros((1, 2), int),
+                "page_pos": jnp.zeros((1, 2), int), "pool": pool}  # fmt: skip
     for bad, message in (
         ({"q": jnp.ones((1, 1, H, C))}, "q has width 32: must be the latent's 32 plus the rope's 8"),
         ({"q_pos": jnp.zeros((2, 1), int)}, r"q_pos has shape \(2, 1\): must be \(1, 1\)"),

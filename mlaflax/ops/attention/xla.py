@@ -103,7 +103,7 @@ def _attention_bwd(scale, block, residuals, d_out):
     dq, (dk, dv) = lax.scan(per_key_block, start, jnp.arange(blocks))
 
     def joined(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1])
+        return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], x.shape[2], -1, x.shape[-1])
 
     return dq.astype(q.dtype), joined(dk).astype(k.dtype), joined(dv).astype(v.dtype), None
 
