@@ -127,5 +127,5 @@ def attention(
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (q, k, v))
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))  # segment 0: padding, sees nothing
-    out = _attention(q, k, v, segment_ids, scale, block)
+    out: Array = _attention(q, k, v, segment_ids, scale, block)
     return jnp.swapaxes(out[:, :, :length], 1, 2)
