@@ -1,8 +1,11 @@
-"""A small DeepSeek-shaped model that learns English in a few minutes on two CPU cores.
+"""A small DeepSeek-shaped model (latent attention, 8 experts) that learns English on two CPU cores.
 
     python -m train demo
 
-Expect: to be written.
+Expect: 1.9 M parameters, 1.2 M active per token. The first start reads 12 MB of English that the installed
+packages bring and trains a tokenizer on it. After some 800 steps of 1024 tokens, two to four minutes, held-out
+perplexity is below that of an interpolated bigram of the same text (52.9), and training stops. With
+`--target none` it goes on to step 1200 and a perplexity of about 34.
 """
 
 from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig
@@ -11,34 +14,37 @@ from train.data import DataConfig
 
 config = TrainConfig(
     model=ModelConfig(
-        vocab_size=4096,
-        num_layers=4,
-        hidden_size=256,
-        mlp_size=768,
+        vocab_size=1024,
+        num_layers=3,
+        hidden_size=192,
+        mlp_size=576,
         max_length=1024,
         attention=AttentionConfig(
             num_heads=4,
             q_lora_rank=0,
-            kv_lora_rank=128,
+            kv_lora_rank=96,
             qk_nope_head_dim=32,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
         ),
         moe=MoEConfig(
-            num_experts=16,
+            num_experts=8,
             num_shared_experts=1,
             top_k=2,
-            expert_size=192,
+            expert_size=96,
             first_dense=1,
             score="sigmoid",
-            bias_step=1e-3,
+            bias_step=5e-3,
             sequence_loss=1e-4,
         ),
     ),
-    data=DataConfig(corpus="english", sequence_length=256, batch_size=16),
-    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=30, schedule="wsd", decay_fraction=0.4),
+    data=DataConfig(corpus="english", sequence_length=256, batch_size=4),
+    optimizer=OptimizerConfig(
+        learning_rate=5e-3, schedule="wsd", warmup_steps=30, decay_fraction=0.5, final_ratio=0.02
+    ),
     checkpoint=CheckpointConfig(directory="runs/demo", interval=100),
-    steps=400,
+    steps=1200,
     eval_interval=100,
     eval_batches=16,
+    target="bigram",
 )
