@@ -76,7 +76,7 @@ def measure(format: str, context: int, steps: int) -> dict:
     seconds = time.perf_counter() - start
     growth = peak.stop() - before
     attention = config.attention
-    block_tokens = pages_per_block(attention.num_heads, length // PAGE_SIZE, PAGE_SIZE) * PAGE_SIZE
+    block_tokens = pages_per_block(1, attention.num_heads, length // PAGE_SIZE, PAGE_SIZE) * PAGE_SIZE
     block = block_tokens * (attention.kv_lora_rank + attention.qk_rope_head_dim + 2 * attention.num_heads) * 4
     return {
         "format": format,

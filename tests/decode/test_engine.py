@@ -48,11 +48,16 @@ def prompts(*lengths, seed=0):
 
 
 def test_greedy_tokens_and_logprobs_equal_a_full_forward_pass(model, engine):
+    @jax.jit
+    def forward(padded):
+        return jax.nn.log_softmax(model.logits(model(padded).hidden)[0])
+
     asked = prompts(3, 40, 130, 300, 17, 1, 64, 65)  # more prompts than slots
     for prompt, got in zip(asked, engine.generate(asked, GREEDY), strict=True):
-        sequence = jnp.asarray(prompt + got.tokens)[None]
-        logprobs = jax.nn.log_softmax(model.logits(model(sequence).hidden)[0])
-        rows = np.asarray(logprobs)[len(prompt) - 1 : -1]
+        sequence = prompt + got.tokens
+        # Padding behind the sequence: a causal model does not see it.
+        logprobs = forward(jnp.asarray(sequence + [0] * (CONFIG.max_length - len(sequence)))[None])
+        rows = np.asarray(logprobs)[len(prompt) - 1 : len(sequence) - 1]
         assert got.tokens == rows.argmax(-1).tolist()
         np.testing.assert_allclose(got.logprobs, rows.max(-1), atol=1e-4)
         for row, top in zip(rows, got.top_logprobs, strict=True):

@@ -66,7 +66,7 @@ def test_absorbed_equals_naive_in_ragged_chunks(model, unstack):
     assert want.std() > 1
     served = model.unstacked() if unstack else model
     cache, start = LatentCache.create(CONFIG, "f32", num_sequences=2, max_length=256), 0
-    for n in (1, 70, 1, 1, 60, 17):
+    for n in (1, 70, 1, 78):
         positions = jnp.broadcast_to(jnp.arange(start, start + n), (2, n))
         logits, cache, _ = run(served, x[:, start : start + n], positions, cache=cache)
         np.testing.assert_allclose(logits, want[:, start : start + n], atol=1e-4)
@@ -94,11 +94,15 @@ def test_rematerialisation_changes_no_gradient(model, remat):
     x = tokens(2, 24)
 
     def gradient(model):
-        def loss(model):
-            out = model(x)
-            return jnp.mean(jax.nn.logsumexp(model.logits(out.hidden), -1))
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-        return nnx.grad(loss)(model)
+        @jax.jit
+        @jax.grad
+        def of_loss(params):
+            model = nnx.merge(graph, params, rest)
+            return jnp.mean(jax.nn.logsumexp(model.logits(model(x).hidden), -1))
+
+        return of_loss(params)
 
     changed = init_model(dataclasses.replace(CONFIG, remat=remat), seed=1)
     for want, got in zip(*(jax.tree.leaves(gradient(m)) for m in (model, changed)), strict=True):

@@ -16,18 +16,21 @@ from mlaflax.formats import Format
 from mlaflax.ops.mla_decode import reference
 from mlaflax.ops.mla_decode.pages import read_pages, visible_keys
 
-# Float32 scores held at a time, over the whole batch: a few MiB, so that they stay in a CPU's cache.
+# Float32 scores held at a time, over the whole batch: a few MiB.
 SCORES_PER_BLOCK = 1 << 20
-# Below this many tokens per block the loop's own overhead shows; above, blocks fall out of the cache.
-MAX_BLOCK_TOKENS = 2048
+# Tokens unpacked at a time, of one sequence and over the whole batch. With fewer, the loop's own overhead
+# shows; with more, unpacked latents (1 KiB each at 256 dims) fall out of a CPU's cache between the two
+# products that read them.
+MAX_BLOCK_TOKENS = 1024
+MAX_BATCH_TOKENS = 4096
 
 # Stands for "no key seen yet": finite, so that differences of two of them are not NaN.
 NOTHING = -1e30
 
 
-def pages_per_block(rows: int, num_pages: int, page_size: int) -> int:
-    """Pages read in one step when `rows` (batch x queries x heads) score against each token."""
-    tokens = min(MAX_BLOCK_TOKENS, max(SCORES_PER_BLOCK // rows, page_size))
+def pages_per_block(batch: int, rows: int, num_pages: int, page_size: int) -> int:
+    """Pages of each of `batch` sequences read in one step, when `rows` (queries x heads) score each token."""
+    tokens = min(MAX_BLOCK_TOKENS, MAX_BATCH_TOKENS // batch, SCORES_PER_BLOCK // (batch * rows))
     return max(1, min(num_pages, tokens // page_size))
 
 
@@ -45,7 +48,7 @@ def mla_decode(
     b, nq, h, _ = q.shape
     page_size = pool["rope"].shape[-1]
     c = pool["latent"].shape[-1]
-    block = pages_per_block(b * nq * h, block_table.shape[1], page_size)
+    block = pages_per_block(b, nq * h, block_table.shape[1], page_size)
     padding = -block_table.shape[1] % block
     if padding:
         widths = ((0, 0), (0, padding))
