@@ -23,6 +23,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -252,7 +253,10 @@ class Checkpoints:
     def _restore(self, shapes: Mapping[str, Tree], step: int, notes: list[str]) -> Restored:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
         with _reported(f"the checkpoint of step {step} in {self.directory} is damaged"):
-            found = self._manager.restore(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonRestore()))
+            with _abandoned_quietly():
+                found = self._manager.restore(
+                    step, args=ocp.args.Composite(**items, meta=ocp.args.JsonRestore())
+                )
             meta = dict(found["meta"])
             saved = meta.pop("fingerprints")
             trees = {}
@@ -432,20 +436,30 @@ def _reported(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        _forget_coroutines(error)
         raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
-def _forget_coroutines(error: BaseException | None) -> None:
-    """Orbax abandons the coroutines of other arrays when one fails; each would be reported as it is collected."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+@contextlib.contextmanager
+def _abandoned_quietly() -> Iterator[None]:
+    """When one array cannot be read, Orbax leaves the reads of all others to fail on a closed event loop.
+
+    Each would print a traceback, from a thread of TensorStore or when its coroutine is collected.
+    """
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
     try:
+        yield
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
         gc.collect()
+        time.sleep(0.2)  # for reads that are under way
+        gc.collect()
+        raise
     finally:
-        sys.unraisablehook = hook
+        sys.excepthook, sys.unraisablehook = hooks
 
 
 def _reason(error: BaseException) -> str:

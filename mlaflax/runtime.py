@@ -62,10 +62,13 @@ def cache_directory() -> pathlib.Path:
 
 
 def use_compilation_cache(directory: str | os.PathLike | None = None) -> pathlib.Path:
-    """Keep compiled programs on disk, in `directory` (default: `cache_directory()/xla`), for later processes."""
+    """Keep compiled programs on disk for later processes, and return where.
+
+    In `directory`, by default `cache_directory()/xla`, or where JAX_COMPILATION_CACHE_DIR already says.
+    """
     import jax  # not above: `keep_freed_memory` comes first
 
-    path = pathlib.Path(directory) if directory else cache_directory() / "xla"
+    path = pathlib.Path(directory or jax.config.jax_compilation_cache_dir or cache_directory() / "xla")
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return path
