@@ -57,7 +57,7 @@ class Worker:
             elif part.dtype == np.uint8:  # e4m3 codes, without NaN
                 noise = rng.integers(0, 0x7F, part.shape, np.uint8)
             pool[name] = jnp.asarray(noise)
-        self.state = dataclasses.replace(
+        state = dataclasses.replace(
             engine.state,
             cache=dataclasses.replace(cache, pool=pool, block_table=jnp.asarray(pages)),
             token=jnp.arange(batch, dtype=jnp.int32) + 5,
@@ -65,6 +65,8 @@ class Worker:
             limit=jnp.full((batch,), room, jnp.int32),
             active=jnp.ones((batch,), bool),
         )
+        # Bound to the device, as the engine's own state is; else the second step would compile again.
+        self.state = jax.device_put(state, engine.state.token.sharding)
 
     def step(self, n: int):
         seconds = []
