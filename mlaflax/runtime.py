@@ -68,7 +68,7 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> pathlib
     """
     import jax  # not above: `keep_freed_memory` comes first
 
-    configured = jax.config.read("jax_compilation_cache_dir")
+    configured = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     path = pathlib.Path(directory or configured or cache_directory() / "xla")
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

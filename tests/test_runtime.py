@@ -62,3 +62,5 @@ def test_compiled_programs_are_kept(tmp_path: pathlib.Path):
     where = python(code, XDG_CACHE_HOME=str(tmp_path)).strip()
     assert where == str(tmp_path / "mlaflax" / "xla")
     assert any(pathlib.Path(where).iterdir())
+    mine = str(tmp_path / "mine")
+    assert python(code, JAX_COMPILATION_CACHE_DIR=mine).strip() == mine
