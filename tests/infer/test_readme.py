@@ -56,7 +56,7 @@ def test_configs_and_make_targets_that_it_names_exist():
     for name in re.findall(r"`(demo_hour|deepseek_\w+|v41_\w+)`", README):
         assert name in known_configs()
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make ([a-z-]+)", README):
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for module in re.findall(r"python -m (benchmarks\.\w+)", README):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
