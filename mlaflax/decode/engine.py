@@ -275,7 +275,7 @@ class Engine:
                 while waiting and None in slots and self._fits(waiting[0]):
                     slot = slots.index(None)
                     slots[slot] = request = waiting.popleft()
-                    sampled = self._start(slot, request)
+                    sampled = jax.device_get(self._start(slot, request))
                     yield self._event(request, sampled, 0, slots, slot)
                 # Dispatch the next step before looking at the last one's tokens.
                 following = None
@@ -334,7 +334,6 @@ class Engine:
                 yield self._event(request, sampled, slot, slots, slot)
 
     def _event(self, request: _Request, sampled: Sampled, row: int, slots: list, slot: int) -> Event:
-        sampled = jax.device_get(sampled)
         now = time.perf_counter()
         sampling = request.sampling
         token = int(sampled.token[row])
@@ -352,11 +351,12 @@ class Engine:
             if request.assembler is not None:
                 text += request.assembler.finish()
             self._finish(slot, slots)
+        asked = sampling.logprobs
         top = tuple(
             (int(i), float(p))
-            for i, p in zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
+            for i, p in zip(sampled.top_ids[row, :asked], sampled.top_logprobs[row, :asked], strict=True)
             if i >= 0
-        )[: sampling.logprobs]
+        )
         return Event(request.index, token, text, float(sampled.logprob[row]), top, reason, now)
 
     def _finish(self, slot: int, slots: list) -> None:

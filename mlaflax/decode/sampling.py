@@ -1,13 +1,12 @@
 """Choosing the next token: greedy, or a seeded draw after temperature, top-k, top-p and min-p.
 
-The filters act in that order, the order of Hugging Face's warpers (vLLM applies min-p before top-k and
-top-p; since min-p compares with the most probable token alone, which no filter removes, the two orders
-differ only in how much mass top-p sees). Every filter is a threshold on the tempered logits:
+The filters act in that order, the order of Hugging Face's warpers. Every filter is a threshold on the
+tempered logits:
 
 * top-k keeps the k most probable tokens and whatever ties with the last of them;
 * top-p keeps a token when the tokens *strictly* more probable than it hold less than `top_p` of the mass
   that top-k left, so tokens of equal probability stay or go together (where a sort would break the tie
-  by its whim, as Hugging Face and vLLM do) and the most probable token always stays;
+  by its whim, as Hugging Face does) and the most probable token always stays;
 * min-p keeps the tokens with at least `min_p` times the probability of the most probable one.
 
 Sorting a vocabulary costs tens of milliseconds per sequence on CPU, so nothing here does. The largest
@@ -160,7 +159,7 @@ def sample(logits: Float[Array, "b w"], arrays: SamplingArrays, step_index: Int3
     row, so a sequence's tokens depend neither on its batch nor on its slot.
 
     Log-probabilities are of the model's own distribution, before temperature and filters, as in the
-    OpenAI API (and vLLM's default); the chosen token's is returned whether asked for or not.
+    OpenAI API; the chosen token's is returned whether asked for or not.
 
     Args:
       logits: `[b, w]`, taken as float32. -inf excludes a token; each row needs one finite logit.
