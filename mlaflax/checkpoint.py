@@ -15,6 +15,7 @@ notice a flipped bit inside an array, so each array's fingerprint is saved too a
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import logging
@@ -23,8 +24,8 @@ import pathlib
 import re
 import shutil
 import sys
-import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from mlaflax.tokenizer import Tokenizer
 
 Tree = Any
 _FORMAT = 1
+_ORBAX = f"{os.sep}orbax{os.sep}"
 _UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 
 
@@ -441,12 +443,12 @@ def _reported(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _abandoned_quietly() -> Iterator[None]:
-    """When one array cannot be read, Orbax leaves the reads of all others to fail on a closed event loop.
+    """When one array cannot be read, Orbax abandons the reads of all others; they fail later, unheard.
 
-    Each would print a traceback, from a thread of TensorStore or when its coroutine is collected.
+    Each would print a traceback, from a thread of TensorStore, from asyncio or when its coroutine is collected,
+    at once or at any later collection: so what silences them stays, and lets all else through.
     """
-    hooks = sys.excepthook, sys.unraisablehook
-    sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
+    _silence_abandoned_reads()
     try:
         yield
     except Exception as error:
@@ -455,11 +457,40 @@ def _abandoned_quietly() -> Iterator[None]:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
         gc.collect()
-        time.sleep(0.2)  # for reads that are under way
-        gc.collect()
         raise
-    finally:
-        sys.excepthook, sys.unraisablehook = hooks
+
+
+@functools.cache
+def _silence_abandoned_reads() -> None:
+    logging.getLogger("asyncio").addFilter(_NoAbandonedReads())
+    warnings.filterwarnings("ignore", r"coroutine '(\w+\.)*_?(async_|read_)\w+' was never awaited", RuntimeWarning)
+    excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
+
+    def uncaught(kind, error, trace):
+        # TensorStore's threads end here. What ends the program itself began in a file of the program: it is told.
+        began = trace.tb_frame.f_code.co_filename if trace else ""
+        if not (f"{os.sep}asyncio{os.sep}" in began or _ORBAX in began) or not _is_abandoned_read(error):
+            excepthook(kind, error, trace)
+
+    def unraisable(raised):
+        if not _is_abandoned_read(raised.exc_value):
+            unraisablehook(raised)
+
+    sys.excepthook, sys.unraisablehook = uncaught, unraisable
+
+
+class _NoAbandonedReads(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and _is_abandoned_read(record.exc_info[1]))
+
+
+def _is_abandoned_read(error: BaseException | None) -> bool:
+    """Whether it was raised beneath Orbax, by TensorStore, or calling back into a loop that is gone."""
+    if error is None:
+        return False
+    if re.search(r"\b(OCDBT|TensorStore|zarr|Event loop is closed)\b", str(error)):
+        return True
+    return any(_ORBAX in f.f_code.co_filename for f, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _reason(error: BaseException) -> str:
@@ -489,7 +520,7 @@ def _what_is_there(directory: pathlib.Path) -> str:
 
 class _FromOrbax(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
+        return _ORBAX not in record.pathname
 
 
 def _quiet_orbax() -> None:
