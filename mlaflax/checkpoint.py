@@ -463,7 +463,9 @@ def _abandoned_quietly() -> Iterator[None]:
 @functools.cache
 def _silence_abandoned_reads() -> None:
     logging.getLogger("asyncio").addFilter(_NoAbandonedReads())
-    warnings.filterwarnings("ignore", r"coroutine '(\w+\.)*_?(async_|read_)\w+' was never awaited", RuntimeWarning)
+    warnings.filterwarnings(
+        "ignore", r"coroutine '(\w+\.)*_?(async_|read_)\w+' was never awaited", RuntimeWarning
+    )
     excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
 
     def uncaught(kind, error, trace):

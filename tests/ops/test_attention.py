@@ -37,7 +37,7 @@ def softmax_by_hand(q, k, v, segments, scale):
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_forward_is_a_softmax_over_earlier_keys_of_the_segment(segments, implementation, monkeypatch):
-    monkeypatch.setattr(xla, "BLOCK", 16)
+    monkeypatch.setattr(xla, "SMALL", 16)
     q, k, v = inputs()
     ids = jnp.asarray(SEGMENTS[segments], jnp.int32)
     got = api(q, k, v, ids, scale=0.4, implementation=implementation)
@@ -45,8 +45,9 @@ def test_forward_is_a_softmax_over_earlier_keys_of_the_segment(segments, impleme
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("block", [8, 32, 75, 256])
-def test_blockwise_gradients_equal_those_of_the_whole_softmax(segments, block):
+@pytest.mark.parametrize("block", [8, 32, 75, 256, None])
+def test_blockwise_gradients_equal_those_of_the_whole_softmax(segments, block, monkeypatch):
+    monkeypatch.setattr(xla, "SMALL", 8)
     q, k, v = inputs(seed=1)
     ids = jnp.asarray(SEGMENTS[segments], jnp.int32)
     weight = jnp.asarray(np.random.default_rng(2).standard_normal(v.shape), jnp.float32)
@@ -55,6 +56,11 @@ def test_blockwise_gradients_equal_those_of_the_whole_softmax(segments, block):
     got = jax.grad(loss(lambda *x: xla.attention(*x, ids, scale=0.4, block=block)), (0, 1, 2))(q, k, v)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+def test_the_length_chooses_the_form():
+    assert [xla._choose(n) for n in (10, 64, 512)] == [(xla._unrolled, n) for n in (10, 64, 64)]
+    assert xla._choose(513) == (xla._looped, xla.BLOCK)
 
 
 def test_no_array_of_length_times_length_exists():

@@ -1,20 +1,32 @@
 """Attention in blocks of queries and keys with an online softmax (arXiv:2205.14135), for any backend.
 
-No array of length x length exists, forward or backward; blocks above the diagonal are not computed.
+Blocks above the diagonal are not computed, forward or backward; no array of length x length exists beyond 512.
 Key dims and value dims may differ, as they do in latent attention.
+
+Up to 512 tokens, blocks of queries are written out one by one, each with all its keys at once: three quarters
+of the time of the loops on CPU. Longer sequences loop over blocks of queries and of keys.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Rows of queries and of keys in one block. A block's scores over all heads stay within a CPU's cache.
+# Rows of queries and of keys in one block of the loops. A block's scores over all heads stay within a CPU's cache.
 BLOCK = 256
 
+# Most blocks of queries written out, and the rows in one of them. Their scores may all exist at once.
+UNROLLED, SMALL = 8, 64
+
 NOTHING = -1e30  # "no key seen yet", finite so that differences are not NaN
+
+_wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+# --- Loops over blocks -----------------------------------------------------------------------------------------
 
 
 def _scores(q, k, q_segment, k_segment, q_start, k_start, scale):
@@ -35,11 +47,11 @@ def _block(x: Array, i: Array | int, size: int, axis: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, segment_ids, scale, block):
-    return _attention_fwd(q, k, v, segment_ids, scale, block)[0]
+def _looped(q, k, v, segment_ids, scale, block):
+    return _looped_fwd(q, k, v, segment_ids, scale, block)[0]
 
 
-def _attention_fwd(q, k, v, segment_ids, scale, block):
+def _looped_fwd(q, k, v, segment_ids, scale, block):
     b, h, length, _ = q.shape
     v_dim = v.shape[-1]
 
@@ -73,7 +85,7 @@ def _attention_fwd(q, k, v, segment_ids, scale, block):
     return out, (q, k, v, segment_ids, out, lse)
 
 
-def _attention_bwd(scale, block, residuals, d_out):
+def _looped_bwd(scale, block, residuals, d_out):
     q, k, v, segment_ids, out, lse = residuals
     blocks = q.shape[2] // block
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -87,12 +99,11 @@ def _attention_bwd(scale, block, residuals, d_out):
             d_out_i, lse_i, delta_i = (_block(x, i, block, 2) for x in (d_out, lse, delta))
             scores, visible = _scores(qi, kj, si, sj, i * block, j * block, scale)
             weights = jnp.where(visible, jnp.exp(scores - lse_i[..., None]), 0.0)
-            wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-            dv += wide("bhqk,bhqv->bhkv", weights.astype(v.dtype), d_out_i)
-            d_weights = wide("bhqv,bhkv->bhqk", d_out_i, vj)
+            dv += _wide("bhqk,bhqv->bhkv", weights.astype(v.dtype), d_out_i)
+            d_weights = _wide("bhqv,bhkv->bhqk", d_out_i, vj)
             d_scores = (weights * (d_weights - delta_i[..., None]) * scale).astype(q.dtype)
-            dk += wide("bhqk,bhqn->bhkn", d_scores, qi)
-            dq_i = _block(dq, i, block, 2) + wide("bhqk,bhkn->bhqn", d_scores, kj)
+            dk += _wide("bhqk,bhqn->bhkn", d_scores, qi)
+            dq_i = _block(dq, i, block, 2) + _wide("bhqk,bhkn->bhqn", d_scores, kj)
             return lax.dynamic_update_slice_in_dim(dq, dq_i, i * block, 2), dk, dv
 
         start = (dq, jnp.zeros(kj.shape, jnp.float32), jnp.zeros(vj.shape, jnp.float32))
@@ -108,7 +119,70 @@ def _attention_bwd(scale, block, residuals, d_out):
     return dq.astype(q.dtype), joined(dk).astype(k.dtype), joined(dv).astype(v.dtype), None
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_looped.defvjp(_looped_fwd, _looped_bwd)
+
+
+# --- Blocks of queries written out -----------------------------------------------------------------------------
+
+
+def _bias(segment_ids: Array, rows: slice) -> Float[Array, "b 1 q k"]:
+    """0 where the queries `rows` see a key up to the last of them, `NOTHING` elsewhere."""
+    q_segment, k_segment = segment_ids[:, rows], segment_ids[:, : rows.stop]
+    visible = (jnp.arange(rows.start, rows.stop)[:, None] >= jnp.arange(rows.stop)) & (
+        q_segment[:, :, None] == k_segment[:, None, :]
+    )
+    return jnp.where(visible, 0.0, NOTHING)[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _unrolled(q, k, v, segment_ids, scale, block):
+    return _unrolled_fwd(q, k, v, segment_ids, scale, block)[0]
+
+
+def _unrolled_fwd(q, k, v, segment_ids, scale, block):
+    outs, sums = [], []
+    for start in range(0, q.shape[2], block):
+        rows = slice(start, start + block)
+        scores = _wide("bhqn,bhkn->bhqk", q[:, :, rows], k[:, :, : rows.stop]) * scale
+        scores += _bias(segment_ids, rows)
+        peak = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - peak)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        outs.append(_wide("bhqk,bhkv->bhqv", weights.astype(v.dtype), v[:, :, : rows.stop]) / total)
+        sums.append(peak + jnp.log(total))
+    valid = (segment_ids > 0)[:, None, :, None]
+    out = jnp.where(valid, jnp.concatenate(outs, 2), 0).astype(v.dtype)
+    # Padding sees the padding before it. An endless sum makes its weights, and so its gradients, 0.
+    lse = jnp.where(valid, jnp.concatenate(sums, 2), -NOTHING)
+    return out, (q, k, v, segment_ids, out, lse)
+
+
+def _unrolled_bwd(scale, block, residuals, d_out):
+    q, k, v, segment_ids, out, lse = residuals
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    dq = []
+    dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for start in range(0, q.shape[2], block):
+        rows = slice(start, start + block)
+        keys = slice(rows.stop)
+        qi, d_out_i, ki, vi = q[:, :, rows], d_out[:, :, rows], k[:, :, keys], v[:, :, keys]
+        scores = _wide("bhqn,bhkn->bhqk", qi, ki) * scale + _bias(segment_ids, rows)
+        weights = jnp.exp(scores - lse[:, :, rows])
+        d_weights = _wide("bhqv,bhkv->bhqk", d_out_i, vi)
+        d_scores = (weights * (d_weights - delta[:, :, rows])).astype(q.dtype)
+        dq.append(_wide("bhqk,bhkn->bhqn", d_scores, ki))
+        dk = dk.at[:, :, keys].add(_wide("bhqk,bhqn->bhkn", d_scores, qi))
+        dv = dv.at[:, :, keys].add(_wide("bhqk,bhqv->bhkv", weights.astype(v.dtype), d_out_i))
+    dq = jnp.concatenate(dq, 2) * scale
+    return dq.astype(q.dtype), (dk * scale).astype(k.dtype), dv.astype(v.dtype), None
+
+
+_unrolled.defvjp(_unrolled_fwd, _unrolled_bwd)
+
+
+def _choose(length: int) -> tuple[Callable[..., Array], int]:
+    """The form for this length, and the rows in its blocks."""
+    return (_unrolled, min(SMALL, length)) if length <= UNROLLED * SMALL else (_looped, BLOCK)
 
 
 def attention(
@@ -118,14 +192,15 @@ def attention(
     segment_ids: Int[Array, "b q"],
     *,
     scale: float,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Float[Array, "b q h v"]:
+    """`block` rows make up one block of the loops; None lets the length choose between them and the other form."""
     length = q.shape[1]
-    block = min(block, length)
+    form, block = _choose(length) if block is None else (_looped, min(block, length))
     padding = -length % block
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (q, k, v))
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))  # segment 0: padding, sees nothing
-    out: Array = _attention(q, k, v, segment_ids, scale, block)
+    out = form(q, k, v, segment_ids, scale, block)
     return jnp.swapaxes(out[:, :, :length], 1, 2)
