@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 # Larger blocks cost more in padding than they save in calls (measured, 2 cores).
-MAX_BLOCK = 128
+MAX_BLOCK = 256
 
 
 def block_sizes(rows: int, experts: int) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def block_sizes(rows: int, experts: int) -> tuple[int, int]:
     if mean < 16:
         return 4, 4
     block = min(1 << (mean.bit_length() - 1), MAX_BLOCK)
-    return block, block // 4
+    return block, min(block // 4, 32)
 
 
 def _walk(
