@@ -42,7 +42,7 @@ config = TrainConfig(
         learning_rate=3e-3, schedule="wsd", warmup_steps=100, decay_fraction=0.5, final_ratio=0.02
     ),
     checkpoint=CheckpointConfig(directory="runs/demo_hour", interval=250),
-    steps=5000,
+    steps=4500,
     eval_interval=250,
     eval_batches=16,
     target="trigram",

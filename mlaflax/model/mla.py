@@ -14,6 +14,7 @@ from mlaflax.model.layers import RMSNorm, normal, rms_normalize
 from mlaflax.model.rope import apply_rope, softmax_scale
 from mlaflax.ops.attention import attention
 from mlaflax.ops.mla_decode import mla_decode
+from mlaflax.ops.mla_prefill import is_cheaper, mla_prefill
 from mlaflax.sharding import param
 
 
@@ -83,8 +84,8 @@ class MLA(nnx.Module):
         else:
             with jax.named_scope("append"):
                 cache = cache.append(layer, latent, rope, tokens.positions, tokens.valid)
-            with jax.named_scope("absorbed_attention"):
-                heads = self._absorbed(q_nope, q_rope, tokens, cache, layer)
+            with jax.named_scope("cached_attention"):
+                heads = self._cached(q_nope, q_rope, tokens, cache, layer)
         return jnp.einsum("bqhv,hvd->bqd", heads, self._cast(self.out)), cache
 
     def _cast(self, weight: nnx.Param) -> Array:
@@ -116,14 +117,21 @@ class MLA(nnx.Module):
         k = jnp.concatenate([k_nope, rope], axis=-1)
         return attention(q, k, v, segment_ids, scale=self.scale)
 
-    def _absorbed(self, q_nope, q_rope, tokens: Tokens, cache: LatentCache, layer) -> Float[Array, "b q h v"]:
-        # The norm's weight acts on the c dims of query and output: cheaper than on every cached latent.
+    def _cached(self, q_nope, q_rope, tokens: Tokens, cache: LatentCache, layer) -> Float[Array, "b q h v"]:
+        """Attend to the cache: absorbed for a few queries, its latents expanded for many."""
+        a = self.config
         weight = self.kv_norm.scale[...]
+        q_pos = jnp.where(tokens.valid, tokens.positions, -1)
+        where = cache.pool, cache.layer_table(layer), cache.page_pos()
+        if is_cheaper(q_nope.shape[1], a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim):
+            q = jnp.concatenate([q_nope.astype(jnp.float32), q_rope], axis=-1)
+            out, _ = mla_prefill(
+                q, q_pos, self.k_up[...] * weight, self.v_up[...] * weight, *where,
+                format=cache.format, scale=self.scale,
+            )  # fmt: skip
+            return out.astype(self.dtype)
+        # The norm's weight acts on the c dims of query and output: cheaper than on every cached latent.
         q_latent = jnp.einsum("bqhn,hnc->bqhc", q_nope, self._cast(self.k_up))
         q = jnp.concatenate([q_latent.astype(jnp.float32) * weight, q_rope], axis=-1)
-        q_pos = jnp.where(tokens.valid, tokens.positions, -1)
-        out, _ = mla_decode(
-            q, q_pos, cache.pool, cache.layer_table(layer), cache.page_pos(),
-            format=cache.format, scale=self.scale,
-        )  # fmt: skip
+        out, _ = mla_decode(q, q_pos, *where, format=cache.format, scale=self.scale)
         return jnp.einsum("bqhc,hvc->bqhv", (out * weight).astype(self.dtype), self._cast(self.v_up))

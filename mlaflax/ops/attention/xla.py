@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from mlaflax.ops.softmax import NOTHING, Running
+
 # Rows of queries and of keys in one block of the loops. A block's scores over all heads stay within a CPU's cache.
 BLOCK = 256
 
 # Most blocks of queries written out, and the rows in one of them. Their scores may all exist at once.
 UNROLLED, SMALL = 8, 64
-
-NOTHING = -1e30  # "no key seen yet", finite so that differences are not NaN
 
 _wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -58,25 +58,16 @@ def _looped_fwd(q, k, v, segment_ids, scale, block):
     def per_query_block(i):
         qi, si = _block(q, i, block, 2), _block(segment_ids, i, block, 1)
 
-        def per_key_block(j, carry):
-            peak, total, acc = carry
+        def per_key_block(j, running: Running) -> Running:
             kj, vj, sj = _block(k, j, block, 2), _block(v, j, block, 2), _block(segment_ids, j, block, 1)
             scores, visible = _scores(qi, kj, si, sj, i * block, j * block, scale)
-            scores = jnp.where(visible, scores, NOTHING)
-            new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-            weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
-            keep = jnp.exp(peak - new_peak)
-            total = total * keep + jnp.sum(weights, axis=-1)
-            new = jnp.einsum(
-                "bhqk,bhkv->bhqv", weights.astype(v.dtype), vj, preferred_element_type=jnp.float32
+            return running.add(
+                scores, visible, lambda weights: _wide("bhqk,bhkv->bhqv", weights.astype(v.dtype), vj)
             )
-            return new_peak, total, acc * keep[..., None] + new
 
-        rows = (b, h, block)
-        start = (jnp.full(rows, NOTHING), jnp.zeros(rows), jnp.zeros((*rows, v_dim)))
-        peak, total, acc = lax.fori_loop(0, i + 1, per_key_block, start)
-        safe = jnp.where(total > 0, total, 1.0)
-        return (acc / safe[..., None]).astype(v.dtype), peak + jnp.log(safe)
+        out, lse = lax.fori_loop(0, i + 1, per_key_block, Running.begin((b, h, block), v_dim)).end()
+        # Padding sees nothing: a finite sum keeps its weights 0, not NaN, in the backward pass.
+        return out.astype(v.dtype), jnp.maximum(lse, NOTHING)
 
     blocks = length // block
     out, lse = lax.map(per_query_block, jnp.arange(blocks))

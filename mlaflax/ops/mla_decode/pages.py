@@ -43,3 +43,9 @@ def visible_keys(
         allowed &= mask
     key_pos, allowed = key_pos.reshape(b, 1, p * page_size), allowed.reshape(b, 1, p * page_size)
     return allowed & (key_pos <= q_pos[..., None])
+
+
+def last_live_page(q_pos: Int[Array, "b q"], page_pos: Int[Array, "b p"]) -> Int[Array, ""]:
+    """One more than the index of the last entry of the tables that some query can see; 0 where none can."""
+    live = (page_pos >= 0) & (page_pos <= jnp.max(q_pos, axis=1, keepdims=True))
+    return jnp.max(jnp.where(live, jnp.arange(1, page_pos.shape[1] + 1), 0))

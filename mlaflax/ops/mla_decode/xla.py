@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from mlaflax.formats import Format
 from mlaflax.ops.mla_decode import reference
-from mlaflax.ops.mla_decode.pages import read_pages, visible_keys
+from mlaflax.ops.mla_decode.pages import last_live_page, read_pages, visible_keys
+from mlaflax.ops.softmax import Running
 
 # Float32 scores held at a time, over the whole batch: a few MiB.
 SCORES_PER_BLOCK = 1 << 20
@@ -23,9 +24,6 @@ SCORES_PER_BLOCK = 1 << 20
 # products that read them.
 MAX_BLOCK_TOKENS = 1024
 MAX_BATCH_TOKENS = 4096
-
-# Stands for "no key seen yet": finite, so that differences of two of them are not NaN.
-NOTHING = -1e30
 
 
 def pages_per_block(batch: int, rows: int, num_pages: int, page_size: int) -> int:
@@ -59,8 +57,7 @@ def mla_decode(
     q = (q.astype(jnp.float32) * scale).reshape(b, nq * h, -1)
     q_latent, q_rope = q[..., :c], q[..., c:]
 
-    def step(i, carry):
-        peak, total, acc = carry
+    def step(i, running: Running) -> Running:
         pages = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
         latent, rope = read_pages(pool, pages(block_table), format)
         visible = visible_keys(
@@ -68,23 +65,10 @@ def mla_decode(
         )
         visible = jnp.repeat(visible, h, axis=1) if nq > 1 else visible  # [b, q*h or 1, k]
         scores = jnp.einsum("bmc,bkc->bmk", q_latent, latent) + jnp.einsum("bmr,brk->bmk", q_rope, rope)
-        scores = jnp.where(visible, scores, NOTHING)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        # `visible` again: while a row has seen nothing, exp(NOTHING - NOTHING) would count as 1.
-        weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
-        keep = jnp.exp(peak - new_peak)
-        total = total * keep + jnp.sum(weights, axis=-1)
-        acc = acc * keep[..., None] + jnp.einsum("bmk,bkc->bmc", weights, latent)
-        return new_peak, total, acc
+        return running.add(scores, visible, lambda weights: jnp.einsum("bmk,bkc->bmc", weights, latent))
 
-    live = (page_pos >= 0) & (page_pos <= jnp.max(q_pos, axis=1, keepdims=True))
-    last = jnp.max(jnp.where(live, jnp.arange(1, page_pos.shape[1] + 1), 0))
-    rows = (b, nq * h)
-    start = (jnp.full(rows, NOTHING), jnp.zeros(rows), jnp.zeros((*rows, c)))
-    peak, total, acc = lax.fori_loop(0, (last + block - 1) // block, step, start)
-    seen = total > 0
-    out = acc / jnp.where(seen, total, 1.0)[..., None]
-    lse = jnp.where(seen, peak + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    trips = (last_live_page(q_pos, page_pos) + block - 1) // block
+    out, lse = lax.fori_loop(0, trips, step, Running.begin((b, nq * h), c)).end()
     return out.reshape(b, nq, h, c), lse.reshape(b, nq, h)
 
 
