@@ -23,7 +23,7 @@ from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, Checkpoints, load_model, read_model_config, read_tokenizer
 from mlaflax.config import CacheFormat, ModelConfig, require, require_choice, require_positive
-from mlaflax.decode import Completion, Engine, EngineConfig, SamplingParams
+from mlaflax.decode import Completion, Engine, EngineConfig, SamplingParams, cut
 from mlaflax.tokenizer import Tokenizer
 
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -202,7 +202,7 @@ def fit_engine(arguments: Arguments, config: ModelConfig, lengths: Sequence[int]
         cache_format=arguments.cache or config.cache_format,  # pyright: ignore[reportArgumentType]
         max_sequences=min(len(lengths), arguments.max_sequences),
         max_length=arguments.max_length or min(limit, max(256, 1 << (needed - 1).bit_length())),
-        prefill_chunks=(32,) if max(lengths) <= 32 else (32, 256),
+        prefill_chunks=tuple({n for length in lengths for n in cut(length, EngineConfig.prefill_chunks)}),
     )
 
 

@@ -32,15 +32,14 @@ class EngineConfig:
       max_length: longest sequence, prompt and continuation, in tokens; None is the model's.
       cache_tokens: size of the page pool in tokens, shared by all slots; None gives every slot its full
         length. With less, prompts wait until enough pages are free.
-      prefill_chunks: chunk lengths that prefill compiles for. Prompts are cut into the longest, and the
-        rest goes into the shortest that holds it.
+      prefill_chunks: chunk lengths that prefill compiles for, see `cut`.
     """
 
     cache_format: CacheFormat = "bf16"
     max_sequences: int = 8
     max_length: int | None = None
     cache_tokens: int | None = None
-    prefill_chunks: tuple[int, ...] = (32, 256)
+    prefill_chunks: tuple[int, ...] = (32, 256, 1024)
 
     def __post_init__(self):
         require_choice("cache_format", self.cache_format, CacheFormat)
@@ -53,6 +52,20 @@ class EngineConfig:
             self.prefill_chunks,
             "must hold at least one length, each greater than 0",
         )
+
+
+def cut(length: int, chunks: Sequence[int]) -> list[int]:
+    """Chunk lengths, some of `chunks`, that together hold a prompt of `length` tokens; the last is filled up.
+
+    The longest first, and no chunk less than half full unless it is the shortest there is.
+    """
+    chunks, cuts = sorted(chunks), []
+    while length > 0:
+        fitting = [n for n in chunks if n <= 2 * length] or chunks[:1]
+        # One that holds all the rest ends it; the shortest of these wastes least.
+        cuts.append(next((n for n in fitting if n >= length), fitting[-1]))
+        length -= cuts[-1]
+    return cuts
 
 
 class Event(NamedTuple):
@@ -186,7 +199,7 @@ class Engine:
         longest = self.config.max_length
         assert longest is not None
         for chunk in self.config.prefill_chunks:
-            length = min(chunk, longest - 2, self._pages.num_pages * PAGE_SIZE - 2)
+            length = min(chunk, longest - 1, self._pages.num_pages * PAGE_SIZE - 1)
             if length > 0:
                 self.generate([[0] * length], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
 
@@ -310,12 +323,9 @@ class Engine:
             SamplingArrays.stack([sampling]),
             np.bool_(not sampling.ignore_eos and self._eos >= 0),
         )
-        chunks = sorted(self.config.prefill_chunks)
         sampled, begin = None, 0
-        while begin < len(request.prompt):
-            rest = len(request.prompt) - begin
-            size = next((n for n in chunks if n >= rest), chunks[-1])
-            count = min(size, rest)
+        for size in cut(len(request.prompt), self.config.prefill_chunks):
+            count = min(size, len(request.prompt) - begin)
             tokens = np.zeros(size, np.int32)
             tokens[:count] = request.prompt[begin : begin + count]
             begin += count

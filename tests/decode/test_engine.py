@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig
-from mlaflax.decode import Engine, EngineConfig, SamplingParams
+from mlaflax.decode import Engine, EngineConfig, SamplingParams, cut
 from mlaflax.model import init_model
 
 CONFIG = ModelConfig(
@@ -40,6 +40,21 @@ def engine(model, request):
     )
     engine.warm_up()
     return engine
+
+
+def test_prompts_are_cut_into_chunks_that_are_half_full_at_least():
+    chunks = (32, 256, 1024)
+    assert cut(1, chunks) == [32]
+    assert cut(33, chunks) == [32, 32]
+    assert cut(127, chunks) == [32] * 4
+    assert cut(128, chunks) == [256]
+    assert cut(300, chunks) == [256, 32, 32]
+    assert cut(512, chunks) == [1024]
+    assert cut(2500, chunks) == [1024, 1024, 256, 256]
+    for length in range(1, 3000, 7):
+        cuts = cut(length, chunks)
+        assert sum(cuts[:-1]) < length <= sum(cuts)
+        assert sum(cuts) <= 2 * length or cuts == [32]
 
 
 def prompts(*lengths, seed=0):
