@@ -3,7 +3,7 @@
 Use a trained model. Each command explains itself with --help.
 
 Exit status: 0 done; 1 it could not be done; 2 the command line, the prompt or the checkpoint is wrong;
-130 stopped by Ctrl-C, with what there was until then.
+130 or 143 stopped by Ctrl-C or SIGTERM, with what there was until then.
 """
 
 import importlib
@@ -18,7 +18,7 @@ keep_freed_memory()
 from infer.cli import Terminal, nearest, parse  # noqa: E402 - after the allocator is set up
 from mlaflax.checkpoint import CheckpointError  # noqa: E402
 from mlaflax.config import ConfigError  # noqa: E402
-from mlaflax.runtime import use_compilation_cache  # noqa: E402
+from mlaflax.runtime import interrupt_signal, terminate_like_interrupt, use_compilation_cache  # noqa: E402
 
 # A command is a module with a docstring, a frozen dataclass `Arguments` that has a field `json`, and
 # `run(arguments, terminal) -> exit status`. It is imported only when it is called.
@@ -36,6 +36,7 @@ def usage() -> str:
 
 def main(arguments: list[str]) -> int:
     terminal = Terminal()
+    terminate_like_interrupt()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
@@ -62,8 +63,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         return _failed(1, f"{what}{(error.strerror or str(error)).lower()}", flags, terminal)
-    except KeyboardInterrupt:
-        return _failed(130, "interrupted before the first token", flags, terminal)
+    except KeyboardInterrupt as error:
+        stopped = interrupt_signal(error)
+        return _failed(128 + stopped, f"stopped by {stopped.name} before the first token", flags, terminal)
 
 
 def _failed(status: int, sentence: str, flags: list[str], terminal: Terminal) -> int:

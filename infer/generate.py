@@ -24,6 +24,7 @@ from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, Checkpoints, load_model, read_model_config, read_tokenizer
 from mlaflax.config import CacheFormat, ModelConfig, require, require_choice, require_positive
 from mlaflax.decode import Completion, Engine, EngineConfig, SamplingParams, cut
+from mlaflax.runtime import interrupt_signal
 from mlaflax.tokenizer import Tokenizer
 
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -118,7 +119,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     results = [Completion() for _ in prompts]
     start = time.perf_counter()
     stream = engine.stream(ids, arguments.sampling())
-    interrupted = False
+    interrupted = None
     try:
         for event in stream:
             result = results[event.index]
@@ -129,8 +130,8 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
             result.token_times.append(event.time - start)
             result.finish_reason = event.finish_reason
             printer.show(event.index, event.text, result)
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as error:
+        interrupted = interrupt_signal(error)
     printer.close(results)
 
     figures = {
@@ -153,9 +154,9 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     elif arguments.logprobs:
         _print_logprobs(results, tokenizer)
     if interrupted:
-        terminal.say("interrupted")
+        terminal.say(f"stopped by {interrupted.name}")
     terminal.say(_summary(ids, results, figures))
-    return 130 if interrupted else 0
+    return 128 + interrupted if interrupted else 0
 
 
 def read_prompts(arguments: Arguments) -> list[str]:

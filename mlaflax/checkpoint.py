@@ -27,7 +27,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,11 @@ from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
 from mlaflax.model.transformer import Transformer
 from mlaflax.sharding import state_shardings
 from mlaflax.tokenizer import Tokenizer
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 Tree = Any
 _FORMAT = 1
@@ -123,6 +128,9 @@ class Checkpoints:
       directory: made if need be, unless `read_only`.
       keep: finished checkpoints to keep.
       read_only: change nothing on disk.
+
+    Raises:
+      CheckpointError: another process writes to the directory, or it cannot be used.
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
@@ -139,6 +147,7 @@ class Checkpoints:
         with _reported(f"cannot use {directory} for checkpoints"):
             if not read_only:
                 self._steps.mkdir(parents=True, exist_ok=True)
+                self._lock = _lock(self.directory)
                 self._remove_unfinished()
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep, create=not read_only, read_only=read_only
@@ -155,6 +164,8 @@ class Checkpoints:
         # A failed save was reported when it was waited for; closing must not report it twice.
         with contextlib.suppress(Exception):
             self._manager.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first."""
@@ -205,6 +216,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     _saving: int | None = None
+    _lock: IO[str] | None = None
 
     @contextlib.contextmanager
     def _save_reported(self) -> Iterator[None]:
@@ -518,6 +530,32 @@ def _what_is_there(directory: pathlib.Path) -> str:
         )
         return "it does not exist" + (f"; beside it there are {', '.join(near)}" if near else "")
     return "it has no folder `steps`"
+
+
+def _lock(directory: pathlib.Path) -> IO[str] | None:
+    """Keep other processes from writing to `directory` while the file returned is open.
+
+    The system drops the lock when the process ends, however it ends. On several hosts the first one holds it.
+    """
+    if fcntl is None or jax.process_index() != 0:
+        return None
+    file = open(directory / ".lock", "a+")  # noqa: SIM115 - it stays open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise CheckpointError(
+            f"{directory} is being written to by another process (number {owner}): "
+            "stop it, or name another directory"
+        ) from None
+    except OSError:
+        return file  # a file system without locks
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 class _FromOrbax(logging.Filter):

@@ -1,9 +1,10 @@
-"""What a program sets up before its first array: memory allocation and the compilation cache."""
+"""What a program sets up before its first array: memory allocation, signals, the compilation cache."""
 
 import contextlib
 import ctypes
 import os
 import pathlib
+import signal
 import sys
 
 # malloc.h of glibc.
@@ -53,6 +54,24 @@ def keep_freed_memory() -> bool:
                 first = -(-first // _HUGE_PAGE) * _HUGE_PAGE
                 madvise(first, last - first, _MADV_HUGEPAGE)
     return True
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. What handles Ctrl-C handles it too."""
+
+
+def terminate_like_interrupt() -> None:
+    """Make SIGTERM raise `Terminated` in the main thread, where Ctrl-C raises KeyboardInterrupt."""
+
+    def handle(*_):
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def interrupt_signal(error: KeyboardInterrupt) -> signal.Signals:
+    """The signal behind the exception; a program that it ends exits with 128 + signal."""
+    return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
 
 
 def cache_directory() -> pathlib.Path:

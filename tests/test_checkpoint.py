@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -176,6 +178,58 @@ def test_damage_everywhere(tmp_path):
         pytest.raises(CheckpointError, match="no undamaged checkpoint is left"),
     ):
         checkpoints.restore(shapes(trees()))
+
+
+ABANDONED = """
+import os, pathlib, sys, logging
+import jax, jax.numpy as jnp
+from mlaflax.checkpoint import CheckpointError, Checkpoints
+trees = {"model": {str(i): jnp.arange(1000.0) + i for i in range(40)}}
+shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trees)
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, trees, {})
+    checkpoints.wait()
+files = (p for p in pathlib.Path(sys.argv[1]).rglob("*") if p.is_file())
+os.truncate(max(files, key=lambda p: p.stat().st_size), 10)
+with Checkpoints(sys.argv[1], read_only=True) as checkpoints:
+    try:
+        checkpoints.restore(shapes)
+    except CheckpointError as error:
+        print(error)
+logging.getLogger("asyncio").error("heard")
+raise ValueError("heard too: Event loop is closed")
+"""
+
+
+def test_reads_abandoned_by_a_damaged_file_are_silent_and_nothing_else_is(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", ABANDONED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert "an array cannot be read" in result.stdout
+    assert "heard\n" in result.stderr
+    assert result.stderr.count("Traceback") == 1 and result.returncode == 1
+    assert result.stderr.endswith("ValueError: heard too: Event loop is closed\n")
+    assert "RuntimeWarning" not in result.stderr and "never retrieved" not in result.stderr
+
+
+def test_two_processes_do_not_write_to_one_directory(tmp_path):
+    hold = "import sys, mlaflax.checkpoint as c; k = c.Checkpoints(sys.argv[1]); print('open', flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(
+            CheckpointError, match=rf"another process \(number {other.pid}\): stop it, or name"
+        ):
+            Checkpoints(tmp_path)
+    finally:
+        other.kill()
+        other.wait()
+    # However a process ends, its claim ends with it.
+    with Checkpoints(tmp_path), pytest.raises(CheckpointError, match="another process"):
+        Checkpoints(tmp_path)
+    Checkpoints(tmp_path).close()
 
 
 def test_another_shape_is_an_error_not_a_guess(tmp_path):

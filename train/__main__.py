@@ -9,7 +9,7 @@ keep_freed_memory()
 
 from mlaflax.checkpoint import CheckpointError  # noqa: E402 - after the allocator is set up
 from mlaflax.config import ConfigError  # noqa: E402
-from mlaflax.runtime import use_compilation_cache  # noqa: E402
+from mlaflax.runtime import interrupt_signal, terminate_like_interrupt, use_compilation_cache  # noqa: E402
 from train.cli import parse  # noqa: E402
 from train.loop import TrainingError, train  # noqa: E402
 from train.terminal import Terminal  # noqa: E402
@@ -17,6 +17,7 @@ from train.terminal import Terminal  # noqa: E402
 
 def main(arguments: list[str]) -> int:
     terminal = Terminal()
+    terminate_like_interrupt()
     summary = {}
     as_json = "--json" in arguments
     try:
@@ -37,11 +38,10 @@ def main(arguments: list[str]) -> int:
             1,
             {"status": "error", "error": f"{what}{(error.strerror or str(error)).lower()}"},
         )
-    except KeyboardInterrupt:
-        return_code, summary = (
-            130,
-            {"status": "stopped by SIGINT", "error": "interrupted before the first step"},
-        )
+    except KeyboardInterrupt as error:
+        stopped = interrupt_signal(error)
+        sentence = f"stopped by {stopped.name} before the first step"
+        return_code, summary = 128 + stopped, {"status": f"stopped by {stopped.name}", "error": sentence}
     if "error" in summary:
         terminal.say(f"error: {summary['error']}")
     if as_json:

@@ -111,7 +111,8 @@ def test_several_prompts_are_labelled(generate):
     assert shown.count("log-probabilities") == 3
 
 
-def test_ctrl_c_leaves_with_what_there_is(checkpoint, environment):
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_with_what_there_is(checkpoint, environment, stop):
     flags = ["--prompt", "the cat", "--temperature", "0", "--max-length", "4096", "--ignore-eos"]
     running = subprocess.Popen(
         program(checkpoint, *flags, "--max-tokens", "4000"),
@@ -119,10 +120,10 @@ def test_ctrl_c_leaves_with_what_there_is(checkpoint, environment):
     )  # fmt: skip
     assert running.stdout is not None
     first = running.stdout.read(30)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(stop)
     rest, said = running.communicate(timeout=120)
-    assert running.returncode == 130, said
-    assert "interrupted" in said and "tokens/s" in said and "Traceback" not in said
+    assert running.returncode == 128 + stop, said
+    assert f"stopped by {stop.name}" in said and "tokens/s" in said and "Traceback" not in said
     assert len(first) == 30 and rest.endswith("\n")
 
 

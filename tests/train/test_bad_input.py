@@ -5,7 +5,9 @@ import os
 import pathlib
 import resource
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -165,6 +167,17 @@ def test_half_written_and_damaged_checkpoints(finished_run, tmp_path):
     assert "resumed from step 15" in err
     with Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
         assert checkpoints.latest() == 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step(capsys, monkeypatch, tmp_path, number):
+    def slow_start(*_):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr("train.__main__.train", slow_start)
+    message = fails(capsys, config_file(tmp_path), status=128 + number)
+    assert f"stopped by {number.name} before the first step" in message
 
 
 def small_disk(directory: pathlib.Path) -> bool:
