@@ -14,9 +14,9 @@ from mlaflax.formats import Format
 from mlaflax.ops.mla_decode.pages import last_live_page, read_pages, visible_keys
 from mlaflax.ops.softmax import Running
 
-# Tokens expanded at a time. Half the scores of a block lie beyond the diagonal in a chunk's own keys, so
+# Tokens expanded at a time. Of a chunk's own keys half lie beyond the diagonal, block by block, so
 # blocks are smaller than a chunk; much smaller ones leave too little to each product.
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 128
 
 
 def mla_prefill(
