@@ -151,21 +151,25 @@ def _unrolled_fwd(q, k, v, segment_ids, scale, block):
 def _unrolled_bwd(scale, block, residuals, d_out):
     q, k, v, segment_ids, out, lse = residuals
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    # Gradients of keys and values are summed with their positions last: `[n, q] [q, k]` transposes only what is
+    # narrow, where `[q, k]^T [q, n]` would transpose the weights.
+    q_t, d_out_t = jnp.swapaxes(q, 2, 3), jnp.swapaxes(d_out, 2, 3)
     dq = []
-    dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    dk_t, dv_t = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), jnp.float32) for x in (k, v))
     for start in range(0, q.shape[2], block):
         rows = slice(start, start + block)
         keys = slice(rows.stop)
-        qi, d_out_i, ki, vi = q[:, :, rows], d_out[:, :, rows], k[:, :, keys], v[:, :, keys]
-        scores = _wide("bhqn,bhkn->bhqk", qi, ki) * scale + _bias(segment_ids, rows)
+        ki, vi = k[:, :, keys], v[:, :, keys]
+        scores = _wide("bhqn,bhkn->bhqk", q[:, :, rows], ki) * scale + _bias(segment_ids, rows)
         weights = jnp.exp(scores - lse[:, :, rows])
-        d_weights = _wide("bhqv,bhkv->bhqk", d_out_i, vi)
+        d_weights = _wide("bhqv,bhkv->bhqk", d_out[:, :, rows], vi)
         d_scores = (weights * (d_weights - delta[:, :, rows])).astype(q.dtype)
         dq.append(_wide("bhqk,bhkn->bhqn", d_scores, ki))
-        dk = dk.at[:, :, keys].add(_wide("bhqk,bhqn->bhkn", d_scores, qi))
-        dv = dv.at[:, :, keys].add(_wide("bhqk,bhqv->bhkv", weights.astype(v.dtype), d_out_i))
+        dk_t = dk_t.at[..., keys].add(_wide("bhnq,bhqk->bhnk", q_t[..., rows], d_scores))
+        dv_t = dv_t.at[..., keys].add(_wide("bhvq,bhqk->bhvk", d_out_t[..., rows], weights.astype(v.dtype)))
     dq = jnp.concatenate(dq, 2) * scale
-    return dq.astype(q.dtype), (dk * scale).astype(k.dtype), dv.astype(v.dtype), None
+    dk, dv = jnp.swapaxes(dk_t, 2, 3) * scale, jnp.swapaxes(dv_t, 2, 3)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _unrolled.defvjp(_unrolled_fwd, _unrolled_bwd)
