@@ -12,7 +12,7 @@ from flax import nnx
 
 from mlaflax.cache import LatentCache, PageAllocator
 from mlaflax.cache.latent import PAGE_SIZE
-from mlaflax.config import CacheFormat, ConfigError, require, require_choice
+from mlaflax.config import CacheFormat, ConfigError, require, require_choice, require_types
 from mlaflax.decode import steps
 from mlaflax.decode.sampling import Sampled, SamplingArrays, SamplingParams
 from mlaflax.decode.text import TextAssembler
@@ -42,10 +42,17 @@ class EngineConfig:
     prefill_chunks: tuple[int, ...] = (32, 256, 1024)
 
     def __post_init__(self):
+        require_types(self)
         require_choice("cache_format", self.cache_format, CacheFormat)
-        for name in ("max_sequences", "max_length", "cache_tokens"):
+        for name in ("max_sequences", "cache_tokens"):
             value = getattr(self, name)
             require(value is None or value > 0, name, value, "must be greater than 0")
+        require(
+            self.max_length is None or self.max_length > 1,
+            "max_length",
+            self.max_length,
+            "must be at least 2",
+        )
         require(
             bool(self.prefill_chunks) and all(n > 0 for n in self.prefill_chunks),
             "prefill_chunks",
@@ -156,20 +163,25 @@ class Engine:
         per_slot = -(-max_length // PAGE_SIZE)
         pool_tokens = config.cache_tokens or config.max_sequences * per_slot * PAGE_SIZE
         self._pages = PageAllocator(-(-pool_tokens // PAGE_SIZE))
-        cache = LatentCache.create(
-            model.config,
-            config.cache_format,
-            num_sequences=config.max_sequences,
-            max_length=max_length,
-            num_pages=self._pages.num_pages,
-        )
-        # Where the weights are: a state that is not bound to a device until the first step returns it would
-        # compile every program a second time.
-        self._state = jax.device_put(steps.EngineState.create(cache), _replicated(self._weights))
+        self._cache_shape = {
+            "format": config.cache_format,
+            "num_sequences": config.max_sequences,
+            "max_length": max_length,
+            "num_pages": self._pages.num_pages,
+        }
+        self._model_config = model.config
+        self._state = self._empty_state()
+        self._generating = False
         self._admit = jax.jit(steps.admit, donate_argnames="state")
         self._release = jax.jit(steps.release, donate_argnames="state")
         self._prefill = jax.jit(steps.prefill, static_argnames=("graph", "eos"), donate_argnames="state")
         self._decode = jax.jit(steps.decode, static_argnames=("graph", "eos"), donate_argnames="state")
+
+    def _empty_state(self) -> steps.EngineState:
+        cache = LatentCache.create(self._model_config, **self._cache_shape)
+        # Where the weights are: a state that is not bound to a device until the first step returns it would
+        # compile every program a second time.
+        return jax.device_put(steps.EngineState.create(cache), _replicated(self._weights))
 
     @property
     def cache(self) -> LatentCache:
@@ -224,7 +236,8 @@ class Engine:
     ) -> Iterator[Event]:
         """Continue every prompt, yielding each token as it comes; prompts' tokens interleave.
 
-        Leaving the iterator early frees its slots.
+        Leaving the iterator early frees its slots. One stream at a time: a second one is refused while the
+        first is neither finished nor closed.
 
         Args:
           prompts: texts (with a tokenizer) or lists of token ids, of any lengths.
@@ -258,6 +271,11 @@ class Engine:
                 )
             ids = self.tokenizer.encode(prompt)
         else:
+            require(
+                isinstance(prompt, Sequence | np.ndarray), name, prompt, "must be text or a list of token ids"
+            )
+            bad = next((t for t in prompt if not isinstance(t, int | np.integer)), None)
+            require(bad is None, name, bad, "is not a token id: ids are whole numbers")
             ids = [int(token) for token in prompt]
         require(bool(ids), name, prompt, "is empty; a prompt needs at least one token")
         bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
@@ -280,10 +298,13 @@ class Engine:
         return _Request(index, ids, sampling, assembler)
 
     def _run(self, requests: list[_Request]) -> Iterator[Event]:
+        if self._generating:
+            raise RuntimeError("the engine is already generating: finish or close its other stream first")
         waiting = collections.deque(requests)
         slots: list[_Request | None] = [None] * self.config.max_sequences
         pending: tuple[Sampled, list[_Request | None]] | None = None
         try:
+            self._generating = True
             while waiting or pending or any(slots):
                 while waiting and None in slots and self._fits(waiting[0]):
                     slot = slots.index(None)
@@ -299,9 +320,17 @@ class Engine:
                     yield from self._events(*pending, slots)
                 pending = following if any(slots) else None
         finally:
-            for slot, request in enumerate(slots):
-                if request is not None:
-                    self._finish(slot, slots)
+            self._generating = False
+            # The pages first: what follows can be interrupted, too.
+            left = {slot: request for slot, request in enumerate(slots) if request is not None}
+            for request in left.values():
+                self._pages.release(request.pages)
+            if any(array.is_deleted() for array in jax.tree.leaves(self._state)):
+                # An exception, Ctrl-C perhaps, came between a step, which consumed the state, and its result.
+                self._state = self._empty_state()
+            else:
+                for slot in left:
+                    self._state = self._release(self._state, np.int32(slot))
 
     def _fits(self, request: _Request) -> bool:
         return self._pages.num_free >= self._pages_for(request)

@@ -17,7 +17,7 @@ shapes never change, so neither do the compiled programs.
 """
 
 import dataclasses
-import math
+import numbers
 import typing
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -66,8 +66,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            require(_is_number(value), name, value, "must be a number")
         t = self.temperature
-        require(t >= 0 and math.isfinite(t), "temperature", t, "must be 0 (greedy) or more, and finite")
+        require(0 <= t <= 1e30, "temperature", t, "must be 0 (greedy) or more, and finite")
         require(
             _is_int(self.top_k) and self.top_k >= 0,
             "top_k",
@@ -89,7 +92,7 @@ class SamplingParams:
             "must be an integer, at least 1",
         )
         require(
-            not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop),
+            isinstance(self.stop, list | tuple) and all(isinstance(s, str) and s for s in self.stop),
             "stop",
             self.stop,
             "must be a tuple of strings, none of them empty",
@@ -100,6 +103,10 @@ class SamplingParams:
             self.logprobs,
             f"must be an integer between 0 and {MAX_LOGPROBS}",
         )
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_int(value) -> bool:

@@ -166,6 +166,10 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompt, message):
     [
         ({"cache_format": "fp3"}, "cache_format = 'fp3': must be one of 'f32', 'bf16', 'fp8'"),
         ({"max_sequences": 0}, "max_sequences = 0: must be greater than 0"),
+        ({"prefill_chunks": (2.5,)}, r"prefill_chunks = \(2.5,\): holds 2.5, which must be a whole number"),
+        ({"prefill_chunks": 32}, "prefill_chunks = 32: must be a tuple"),
+        ({"max_length": "5"}, "max_length = '5': must be a whole number"),
+        ({"max_length": 1}, "max_length = 1: must be at least 2"),
         ({"prefill_chunks": ()}, r"prefill_chunks = \(\): must hold at least one length"),
         ({"max_length": 1024}, "max_length = 1024: must not exceed the model's 512"),
     ],
@@ -173,3 +177,45 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompt, message):
 def test_bad_engine_configurations_are_refused(model, fields, message):
     with pytest.raises(ConfigError, match=message):
         Engine(model, config=EngineConfig(**fields))
+
+
+def test_one_stream_at_a_time(engine):
+    stream = engine.stream(prompts(5), GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="already generating: finish or close its other stream first"):
+        engine.generate(prompts(9), GREEDY)
+    rest = [event.token for event in stream]
+    assert len(rest) == GREEDY.max_tokens - 1
+    assert engine.generate(prompts(5), GREEDY)[0].tokens[1:] == rest
+
+
+@pytest.mark.parametrize("step", ["_prefill", "_decode", "_admit", "_release"])
+def test_an_exception_between_a_step_and_its_result_leaves_the_engine_usable(engine, monkeypatch, step):
+    """As Ctrl-C may come: the step has consumed the state, and nobody took what it returned."""
+    want = engine.generate(prompts(5, 40), GREEDY)
+    free = engine.free_pages
+    compiled = getattr(engine, step)
+
+    def interrupted(*args):
+        compiled(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(5, 40), GREEDY)
+    assert engine.free_pages == free
+    got = engine.generate(prompts(5, 40), GREEDY)
+    assert [c.tokens for c in got] == [c.tokens for c in want]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1.7, 2.2], r"prompts\[0\] = 1.7: is not a token id: ids are whole numbers"),
+        (None, r"prompts\[0\] = None: must be text or a list of token ids"),
+    ],
+)
+def test_prompts_that_are_no_prompts(engine, prompt, message):
+    with pytest.raises(ConfigError, match=message):
+        engine.generate([prompt], GREEDY)
