@@ -7,6 +7,8 @@ rebuild the model it holds.
 
 import dataclasses
 import difflib
+import functools
+import numbers
 import types
 import typing
 from typing import Any, Literal, TypeVar
@@ -19,6 +21,8 @@ GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
 CacheFormat = Literal["f32", "bf16", "fp8"]
 Remat = Literal["none", "full", "dots"]
+
+_LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
 
 
 class ConfigError(ValueError):
@@ -34,6 +38,50 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 def require_choice(field: str, value: Any, literal: Any) -> None:
     options = typing.get_args(literal)
     require(value in options, field, value, f"must be one of {', '.join(map(repr, options))}")
+
+
+def require_types(config: Any, prefix: str = "") -> None:
+    """Check every field of a configuration against its annotation; numbers must be finite and fit an int32.
+
+    Raises:
+      ConfigError: naming the first field whose value is of another type.
+    """
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        rule = _broken_rule(hint, value)
+        if rule:
+            raise ConfigError(f"{prefix}{name} = {value!r}: {rule}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _broken_rule(hint: Any, value: Any) -> str | None:
+    """What `value` must be to fit the annotation `hint`, or None if it does."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in options:
+            return None
+        return _broken_rule(next(o for o in options if o is not type(None)), value)
+    if origin is Literal:
+        return None  # `require_choice` lists the options
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, list | tuple):
+            return "must be a tuple"
+        return next((f"holds {v!r}, which {r}" for v in value if (r := _broken_rule(options[0], v))), None)
+    if hint is bool or hint is str:
+        return None if isinstance(value, hint) else f"must be {'true or false' if hint is bool else 'text'}"
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if number and isinstance(value, numbers.Integral) and abs(int(value)) > _LARGEST:
+        return f"must not exceed {_LARGEST}"
+    if hint is int:
+        return None if number and isinstance(value, numbers.Integral) else "must be a whole number"
+    if hint is float:
+        return None if number and abs(float(value)) <= _LARGEST_FLOAT else "must be a finite number"
+    return None if isinstance(value, hint) else f"must be of type {hint.__name__}"
 
 
 def require_positive(config: Any, prefix: str, *names: str) -> None:
@@ -63,8 +111,10 @@ class RopeConfig:
 
     def __post_init__(self):
         p = "attention.rope."
+        require_types(self, p)
         require_choice(p + "convention", self.convention, RopeConvention)
-        require_positive(self, p, "theta", "original_length", "beta_slow")
+        require(self.theta > 1, p + "theta", self.theta, "must be above 1")
+        require_positive(self, p, "original_length", "beta_slow")
         require(self.factor >= 1, p + "factor", self.factor, "must be at least 1 (1 means no YaRN)")
         require(
             self.beta_fast > self.beta_slow,
@@ -92,6 +142,7 @@ class AttentionConfig:
 
     def __post_init__(self):
         p = "attention."
+        require_types(self, p)
         require_positive(
             self, p, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
             "latent_norm_eps",
@@ -136,6 +187,7 @@ class MoEConfig:
 
     def __post_init__(self):
         p = "moe."
+        require_types(self, p)
         require_choice(p + "score", self.score, RouterScore)
         require_choice(p + "group_score", self.group_score, GroupScore)
         for name in (
@@ -202,6 +254,7 @@ class ModelConfig:
     remat: Remat = "none"
 
     def __post_init__(self):
+        require_types(self)
         require_positive(
             self, "", "vocab_size", "num_layers", "hidden_size", "max_length", "norm_eps", "init_std"
         )
@@ -237,6 +290,10 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     Raises:
       ConfigError: on an unknown field (with the nearest known name) or a value that `cls` refuses.
     """
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{prefix.removesuffix('.') or cls.__name__} = {values!r}: must hold the fields of {cls.__name__}"
+        )
     hints = typing.get_type_hints(cls)
     kwargs = {}
     for name, value in values.items():
@@ -255,8 +312,8 @@ def _rebuild(hint: Any, value: Any, name: str) -> Any:
         if value is None:
             return None
         hint = next(h for h in typing.get_args(hint) if h is not type(None))
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+    if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, f"{name}.")
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(value)
     return value

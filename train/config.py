@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from mlaflax.config import ModelConfig, require, require_choice, require_positive
+from mlaflax.config import ModelConfig, require, require_choice, require_positive, require_types
 from train.data import DataConfig
 
 Schedule = Literal["cosine", "wsd"]
@@ -44,6 +44,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         p = "optimizer."
+        require_types(self, p)
         require_positive(self, p, "learning_rate", "epsilon", "accumulation")
         require_choice(p + "schedule", self.schedule, Schedule)
         for name in ("beta1", "beta2"):
@@ -72,6 +73,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self):
+        require_types(self, "checkpoint.")
         require(bool(self.directory), "checkpoint.directory", self.directory, "must name a directory")
         require_positive(self, "checkpoint.", "interval", "keep")
 
@@ -95,6 +97,7 @@ class MeshConfig:
     context: int = 1
 
     def __post_init__(self):
+        require_types(self, "mesh.")
         for name, size in self.sizes().items():
             require(
                 size > 0 or size == -1, f"mesh.{name}", size, "must be at least 1, or -1 for the devices left"
@@ -148,6 +151,7 @@ class TrainConfig:
     compilation_cache: bool = True
 
     def __post_init__(self):
+        require_types(self)
         require_positive(self, "", "steps", "log_interval", "max_nonfinite_steps", "loss_chunk")
         require_choice("target", self.target, Target)
         for name in ("seed", "eval_interval", "eval_batches"):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mlaflax.config import require, require_positive
+from mlaflax.config import require, require_positive, require_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,8 @@ class DataConfig:
     cache_dir: str | None = None
 
     def __post_init__(self):
+        require(not isinstance(self.paths, str), "data.paths", self.paths, "must be a tuple of paths")
+        require_types(self, "data.")
         require_positive(self, "data.", "sequence_length", "batch_size")
         require(
             0 < self.held_out_fraction < 1,
@@ -48,7 +50,15 @@ class DataConfig:
         for name in ("seed", "max_documents", "prefetch"):
             value = getattr(self, name)
             require(value >= 0, f"data.{name}", value, "must be 0 or more")
-        require(not isinstance(self.paths, str), "data.paths", self.paths, "must be a tuple of paths")
+        require(all(self.paths), "data.paths", self.paths, "each must name a file, a directory or a pattern")
+        for name in ("tokenizer", "cache_dir"):
+            value = getattr(self, name)
+            require(
+                value is None or (bool(value) and "\0" not in value),
+                f"data.{name}",
+                value,
+                "must name a path",
+            )
         require(bool(self.text_field), "data.text_field", self.text_field, "must name a field")
         require(
             bool(self.corpus or self.paths),
