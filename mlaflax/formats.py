@@ -143,7 +143,9 @@ def _fp8_pack(latent: Array, rope: Array) -> Parts:
     groups = _grouped(latent)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     # The layout of DeepSeek's FlashMLA: one float32 scale per 128 dims, amax / 448.
-    scale = jnp.where(largest > 0, largest / FP8_MAX, 1.0)
+    # A group that holds NaN or infinity has such a scale, and reads back as NaN: no code says NaN.
+    scale = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
+    scale = jnp.where(jnp.isinf(largest), jnp.nan, scale)
     codes = to_e4m3_bits(_ungrouped(groups / scale[..., None], latent.shape[-1]))
     return {"latent": codes, "scale": scale, "rope": to_bf16_bits(rope)}
 

@@ -43,6 +43,21 @@ def test_e4m3_saturates_instead_of_turning_into_nan(x):
     np.testing.assert_array_equal(formats.from_e4m3_bits(formats.to_e4m3_bits(both)), [448.0, -448.0])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_fp8_never_makes_a_number_of_what_is_none(bad):
+    fmt = formats.get_format("fp8")
+    latent = np.ones((2, 256), np.float32)
+    latent[0, 5] = bad
+    rope = np.zeros((2, 4), np.float32)
+    stored = fmt.unpack_latent(fmt.pack(latent, rope))
+    simulated, _ = fmt.simulate(latent, rope)
+    for values in (stored, simulated):
+        # The 128 dims that share a scale are lost; all others are as they were.
+        assert np.isnan(values[0, :128]).all()
+        np.testing.assert_array_equal(values[0, 128:], 1.0)
+        np.testing.assert_array_equal(values[1], 1.0)
+
+
 def test_bf16_bits_round_as_ml_dtypes_does():
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(20_000) * 10.0 ** rng.uniform(-30, 30, 20_000)).astype(np.float32)
