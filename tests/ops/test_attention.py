@@ -76,3 +76,8 @@ def test_mismatched_shapes_are_named():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="do not belong together"):
         attention(q, k[:, :-1], v, jnp.ones((2, 75), int), scale=1.0)
+
+
+def test_nothing_in_gives_nothing_out():
+    q, k, v = inputs(length=0)
+    assert attention(q, k, v, jnp.ones((2, 0), int), scale=1.0).shape == (2, 0, 3, 6)

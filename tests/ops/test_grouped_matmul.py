@@ -203,3 +203,14 @@ def test_platform_is_picked_when_lowered():
     cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "ragged" not in cpu
     assert "while" in cpu
+
+
+def test_no_rows_give_no_rows_and_no_groups_are_refused():
+    w = jnp.ones((4, 3, 2))
+    sizes = jnp.zeros(4, jnp.int32)
+    assert grouped_matmul(jnp.ones((0, 3)), w, sizes).shape == (0, 2)
+    y, pull = jax.vjp(lambda g: grouped_swiglu(jnp.ones((0, 3)), g, w, jnp.ones((4, 2, 3)), sizes), w)
+    assert y.shape == (0, 3)
+    np.testing.assert_array_equal(pull(y)[0], jnp.zeros_like(w))
+    with pytest.raises(ValueError, match="group_sizes is empty: there must be at least one group"):
+        grouped_matmul(jnp.ones((2, 3)), jnp.ones((0, 3, 2)), jnp.zeros(0, jnp.int32))

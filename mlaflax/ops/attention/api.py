@@ -2,6 +2,7 @@
 
 from typing import Literal, get_args
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mlaflax.ops.attention import reference, xla
@@ -44,5 +45,7 @@ def attention(
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape} and segment_ids {segment_ids.shape} do not belong together"
         )
+    if q.size == 0 or v.size == 0:
+        return jnp.zeros(v.shape, v.dtype)
     run = reference.attention if implementation == "reference" else xla.attention
     return run(q, k, v, segment_ids, scale=scale)

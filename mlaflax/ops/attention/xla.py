@@ -8,7 +8,7 @@ of the time of the loops on CPU. Longer sequences loop over blocks of queries an
 """
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def _unrolled_bwd(scale, block, residuals, d_out):
 _unrolled.defvjp(_unrolled_fwd, _unrolled_bwd)
 
 
-def _choose(length: int) -> tuple[Callable[..., Array], int]:
+def _choose(length: int) -> tuple[Any, int]:
     """The form for this length, and the rows in its blocks."""
     return (_unrolled, min(SMALL, length)) if length <= UNROLLED * SMALL else (_looped, BLOCK)
 
@@ -197,5 +197,5 @@ def attention(
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (q, k, v))
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))  # segment 0: padding, sees nothing
-    out = form(q, k, v, segment_ids, scale, block)
+    out: Array = form(q, k, v, segment_ids, scale, block)
     return jnp.swapaxes(out[:, :, :length], 1, 2)

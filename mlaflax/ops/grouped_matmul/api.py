@@ -53,6 +53,8 @@ def grouped_matmul(
     _check(x, group_sizes, implementation, w=w)
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"x {x.shape} and w {w.shape}: x's columns must be w's axis 1")
+    if len(x) == 0:
+        return jnp.zeros((0, w.shape[2]), x.dtype)
     if implementation == "reference":
         return reference.grouped_matmul(x, w, group_sizes)
     return _matmul(implementation, x, w, group_sizes)
@@ -82,6 +84,8 @@ def grouped_swiglu(
             f"x {x.shape}, gate {gate.shape}, up {up.shape}, down {down.shape}: "
             "must be [m, d], [e, d, f], [e, d, f], [e, f, d]"
         )
+    if len(x) == 0:
+        return jnp.zeros(x.shape, x.dtype)
     if implementation == "reference":
         return reference.grouped_swiglu(x, gate, up, down, group_sizes)
     return _swiglu(implementation, x, gate, up, down, group_sizes)
@@ -96,6 +100,8 @@ def _check(x, group_sizes, implementation, **stacks) -> None:
         raise ValueError(f"x {x.shape}: must have 2 axes, [rows, columns]")
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes {group_sizes.shape} {group_sizes.dtype}: must be a vector of integers")
+    if len(group_sizes) == 0:
+        raise ValueError("group_sizes is empty: there must be at least one group")
     for name, array in {"x": x, **stacks}.items():
         if array.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"{name} is {array.dtype}: must be float32 or bfloat16")
