@@ -56,6 +56,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message names the directory, the step and the reason."""
 
 
+class AnotherModelError(CheckpointError):
+    """A checkpoint that is whole, but of a model with other arrays; the message names the first that differs."""
+
+
 class Loaded(NamedTuple):
     """A restored model with what belongs to it; `tokenizer` is None where none was saved."""
 
@@ -135,6 +139,7 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
         _quiet_orbax()
+        _silence_abandoned_work()
         self.directory = pathlib.Path(directory).absolute()
         self.read_only = read_only
         self._steps = self.directory / "steps"
@@ -173,6 +178,19 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
+
+    def require_step(self, step: int | None) -> None:
+        """Raise `CheckpointError` unless there is a finished checkpoint of that step; None: of any."""
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"step = {step}: {self.directory} holds no checkpoint of that step; "
+                f"it has {', '.join(map(str, steps)) or 'none'}"
+            )
+        if not steps:
+            raise CheckpointError(
+                f"{self.directory} holds no finished checkpoint" + "".join(f"; {n}" for n in self.notes)
+            )
 
     def unfinished(self) -> list[int]:
         """Steps whose save was cut short."""
@@ -244,27 +262,45 @@ class Checkpoints:
         """
         steps = self.steps()
         notes = list(self.notes)
-        if not steps:
-            raise CheckpointError(
-                f"{self.directory} holds no finished checkpoint" + "".join(f"; {n}" for n in notes)
-            )
+        self.require_step(None)
         if step is not None:
-            if step not in steps:
-                raise CheckpointError(
-                    f"step = {step}: {self.directory} holds no checkpoint of that step; "
-                    f"it has {', '.join(map(str, steps))}"
-                )
+            self.require_step(step)
             return self._restore(shapes, step, notes)
         for candidate in reversed(steps):
             try:
                 return self._restore(shapes, candidate, notes)
+            except AnotherModelError:
+                raise
             except CheckpointError as error:
                 notes.append(str(error))
                 if not self.read_only:
                     self._set_aside(candidate)
         raise CheckpointError("; ".join(notes) + "; no undamaged checkpoint is left")
 
+    def _require_same_arrays(self, shapes: Mapping[str, Tree], step: int) -> None:
+        for name, tree in shapes.items():
+            try:
+                # The manager knows no metadata of what it has not restored yet.
+                with ocp.PyTreeCheckpointer() as reader:
+                    saved = reader.metadata(self._steps / str(step) / name).item_metadata.tree
+            except Exception:
+                continue  # damaged, then: restoring says how
+            there, here = (
+                {p: tuple(x.shape) for p, x in _flat(t) if hasattr(x, "shape")} for t in (saved, tree)
+            )
+            differing = [
+                f"{name}{path} is {there.get(path, 'absent')} in it, {here.get(path, 'absent')} by the configuration"
+                for path in {**here, **there}
+                if there.get(path) != here.get(path)
+            ]
+            if differing:
+                more = f" (and {len(differing) - 1} more arrays)" if len(differing) > 1 else ""
+                raise AnotherModelError(
+                    f"the checkpoint of step {step} in {self.directory} is of another model: {differing[0]}{more}"
+                )
+
     def _restore(self, shapes: Mapping[str, Tree], step: int, notes: list[str]) -> Restored:
+        self._require_same_arrays(shapes, step)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
         with _reported(f"the checkpoint of step {step} in {self.directory} is damaged"):
             with _abandoned_quietly():
@@ -408,12 +444,17 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 # --- Fingerprints and errors ---------------------------------------------------------------------------------
 
 
+def _flat(tree: Tree) -> list[tuple[str, Any]]:
+    """Every leaf with its path, written alike for dicts, lists, tuples and named tuples."""
+    return [(_path(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def _fingerprints(tree: Tree) -> dict[str, int]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat = _flat(tree)
     if not flat:
         return {}
     values = jax.device_get(_sums([leaf for _, leaf in flat]))
-    return {_path(path): int(value) for (path, _), value in zip(flat, values, strict=True)}
+    return {path: int(value) for (path, _), value in zip(flat, values, strict=True)}
 
 
 def _path(path: tuple) -> str:
@@ -455,12 +496,7 @@ def _reported(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _abandoned_quietly() -> Iterator[None]:
-    """When one array cannot be read, Orbax abandons the reads of all others; they fail later, unheard.
-
-    Each would print a traceback, from a thread of TensorStore, from asyncio or when its coroutine is collected,
-    at once or at any later collection: so what silences them stays, and lets all else through.
-    """
-    _silence_abandoned_reads()
+    """Drop what a failed restore still holds now, rather than at some later collection."""
     try:
         yield
     except Exception as error:
@@ -473,8 +509,13 @@ def _abandoned_quietly() -> Iterator[None]:
 
 
 @functools.cache
-def _silence_abandoned_reads() -> None:
-    logging.getLogger("asyncio").addFilter(_NoAbandonedReads())
+def _silence_abandoned_work() -> None:
+    """When one array cannot be read or written, Orbax abandons all others; they fail later, unheard.
+
+    Each would print a traceback, from a thread of TensorStore, from asyncio or when its coroutine is collected,
+    at once or at any later collection: so what silences them stays, and lets all else through.
+    """
+    logging.getLogger("asyncio").addFilter(_NoAbandonedWork())
     warnings.filterwarnings(
         "ignore", r"coroutine '(\w+\.)*_?(async_|read_)\w+' was never awaited", RuntimeWarning
     )
@@ -483,22 +524,22 @@ def _silence_abandoned_reads() -> None:
     def uncaught(kind, error, trace):
         # TensorStore's threads end here. What ends the program itself began in a file of the program: it is told.
         began = trace.tb_frame.f_code.co_filename if trace else ""
-        if not (f"{os.sep}asyncio{os.sep}" in began or _ORBAX in began) or not _is_abandoned_read(error):
+        if not (f"{os.sep}asyncio{os.sep}" in began or _ORBAX in began) or not _is_abandoned_work(error):
             excepthook(kind, error, trace)
 
     def unraisable(raised):
-        if not _is_abandoned_read(raised.exc_value):
+        if not _is_abandoned_work(raised.exc_value):
             unraisablehook(raised)
 
     sys.excepthook, sys.unraisablehook = uncaught, unraisable
 
 
-class _NoAbandonedReads(logging.Filter):
+class _NoAbandonedWork(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and _is_abandoned_read(record.exc_info[1]))
+        return not (record.exc_info and _is_abandoned_work(record.exc_info[1]))
 
 
-def _is_abandoned_read(error: BaseException | None) -> bool:
+def _is_abandoned_work(error: BaseException | None) -> bool:
     """Whether it was raised beneath Orbax, by TensorStore, or calling back into a loop that is gone."""
     if error is None:
         return False
@@ -571,6 +612,7 @@ def _quiet_orbax() -> None:
 
 
 __all__ = [
+    "AnotherModelError",
     "Blueprint",
     "CheckpointError",
     "Checkpoints",

@@ -1,5 +1,6 @@
 """Checkpoints: what comes back, what is kept, and what is said about damage."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from mlaflax.checkpoint import (
+    AnotherModelError,
     Blueprint,
     CheckpointError,
     Checkpoints,
@@ -238,6 +240,21 @@ def test_another_shape_is_an_error_not_a_guess(tmp_path):
     wrong["model"]["w"] = jnp.zeros((200, 301))
     with Checkpoints(tmp_path, read_only=True) as checkpoints, pytest.raises(CheckpointError):
         checkpoints.restore(shapes(wrong), 1)
+
+
+def test_a_model_of_another_shape_is_not_damage(tmp_path):
+    write_description(tmp_path, dataclasses.replace(MODEL, hidden_size=2 * MODEL.hidden_size), None)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, {"model": model_trees(init_model(MODEL))}, {})
+        checkpoints.wait()
+    message = r"step 7 .* is of another model: model\.params\S+ is \(.*\) in it, \(.*\) by the config.* more arrays\)"
+    with pytest.raises(AnotherModelError, match=message):
+        load_model(tmp_path)
+    # For training, too, which sets damaged checkpoints aside.
+    blueprint = Blueprint(dataclasses.replace(MODEL, hidden_size=2 * MODEL.hidden_size))
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(AnotherModelError):
+        checkpoints.restore({"model": blueprint.shapes})
+    assert [p.name for p in (tmp_path / "steps").iterdir()] == ["7"]
 
 
 def test_load_model_gives_the_model_that_was_saved(tmp_path):
