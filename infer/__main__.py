@@ -18,7 +18,12 @@ keep_freed_memory()
 from infer.cli import Terminal, nearest, parse  # noqa: E402 - after the allocator is set up
 from mlaflax.checkpoint import CheckpointError  # noqa: E402
 from mlaflax.config import ConfigError  # noqa: E402
-from mlaflax.runtime import interrupt_signal, terminate_like_interrupt, use_compilation_cache  # noqa: E402
+from mlaflax.runtime import (  # noqa: E402
+    interrupt_signal,
+    leave_stdout,
+    terminate_like_interrupt,
+    use_compilation_cache,
+)
 
 # A command is a module with a docstring, a frozen dataclass `Arguments` that has a field `json`, and
 # `run(arguments, terminal) -> exit status`. It is imported only when it is called.
@@ -36,6 +41,8 @@ def usage() -> str:
 
 def main(arguments: list[str]) -> int:
     terminal = Terminal()
+    if sys.stdout is None:
+        leave_stdout()
     terminate_like_interrupt()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -57,8 +64,7 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, CheckpointError) as error:
         return _failed(2, str(error), flags, terminal)
     except BrokenPipeError:
-        # The reader has left (`| head`). Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_stdout()  # the reader has left (`| head`)
         return 141
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
@@ -71,7 +77,10 @@ def main(arguments: list[str]) -> int:
 def _failed(status: int, sentence: str, flags: list[str], terminal: Terminal) -> int:
     terminal.say(f"error: {sentence}")
     if "--json" in flags:
-        print(json.dumps({"status": "error", "error": sentence}), flush=True)
+        try:
+            print(json.dumps({"status": "error", "error": sentence}), flush=True)
+        except OSError:
+            leave_stdout()
     return status
 
 

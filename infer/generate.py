@@ -25,7 +25,7 @@ from mlaflax.checkpoint import CheckpointError, Checkpoints, load_model, read_mo
 from mlaflax.config import CacheFormat, ModelConfig, require, require_choice, require_positive
 from mlaflax.decode import Completion, Engine, EngineConfig, SamplingParams, cut
 from mlaflax.runtime import interrupt_signal
-from mlaflax.tokenizer import Tokenizer
+from mlaflax.tokenizer import Tokenizer, is_unicode
 
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -81,6 +81,7 @@ class Arguments:
         self.sampling()
         if self.cache is not None:
             require_choice("cache", self.cache, CacheFormat)
+        require(bool(self.checkpoint), "checkpoint", self.checkpoint, "must name a directory")
         require_positive(self, "", "max_sequences")
         require(
             self.max_length is None or self.max_length > 1,
@@ -96,14 +97,20 @@ class Arguments:
 
 def run(arguments: Arguments, terminal: Terminal) -> int:
     prompts = read_prompts(arguments)
-    with Checkpoints(arguments.checkpoint, read_only=True):
-        pass  # says what is wrong with the directory, before anything else does
+    with Checkpoints(arguments.checkpoint, read_only=True) as checkpoints:
+        checkpoints.require_step(arguments.step)  # before anything slow
     config = read_model_config(arguments.checkpoint)
     tokenizer = read_tokenizer(arguments.checkpoint)
     if tokenizer is None:
         raise CheckpointError(
             f"{arguments.checkpoint} holds no tokenizer.json, so text means nothing to its model"
         )
+    require(
+        tokenizer.vocab_size <= config.vocab_size,
+        "vocab_size",
+        config.vocab_size,
+        f"of {arguments.checkpoint}/config.json is below the {tokenizer.vocab_size} entries of its tokenizer",
+    )
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     engine_config = fit_engine(arguments, config, list(map(len, ids)))
 
@@ -168,6 +175,7 @@ def read_prompts(arguments: Arguments) -> list[str]:
     """
     named = [(f"prompt {i + 1}", text) for i, text in enumerate(arguments.prompt)]
     for name in arguments.prompt_file:
+        require(bool(name) and "\0" not in name, "prompt_file", name, "must name a file")
         data = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
         try:
             text = data.decode()
@@ -178,6 +186,7 @@ def read_prompts(arguments: Arguments) -> list[str]:
     require(bool(named), "prompt", None, "must be given at least once, or --prompt-file")
     for name, text in named:
         require(bool(text), name, text, "must not be empty")
+        require(is_unicode(text), name, text, "must be UTF-8 text")
     return [text for _, text in named]
 
 

@@ -74,6 +74,19 @@ def interrupt_signal(error: KeyboardInterrupt) -> signal.Signals:
     return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
 
 
+def leave_stdout() -> None:
+    """Send to nowhere what is still to come on stdout, which is closed, broken or full.
+
+    Python would write it once more when it flushes at exit, and complain once more.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(nowhere, "w")
+    else:
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def cache_directory() -> pathlib.Path:
     """Where programs keep what they can make again: $XDG_CACHE_HOME/mlaflax or ~/.cache/mlaflax."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"

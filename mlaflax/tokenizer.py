@@ -137,7 +137,13 @@ class Tokenizer:
             raise
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`; `parse_special` turns the names of special tokens in it into their ids."""
+        """Token ids of `text`; `parse_special` turns the names of special tokens in it into their ids.
+
+        Raises:
+          ConfigError: the text holds a lone surrogate, which is no character (Python makes them of bytes that
+            are not UTF-8).
+        """
+        require(is_unicode(text), "text", text, "must be Unicode text, without lone surrogates")
         inner = self._inner if parse_special else self._plain
         return inner.encode(text, add_special_tokens=False).ids
 
@@ -151,6 +157,15 @@ class Tokenizer:
 
     def stream(self) -> "StreamDecoder":
         return StreamDecoder(self)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class StreamDecoder:

@@ -116,3 +116,9 @@ def test_misuse_is_named(tmp_path):
         Tokenizer.from_json("[]")
     with pytest.raises(ConfigError, match="has no end-of-text token"):
         Tokenizer(tokenizers.Tokenizer(models.BPE()))
+
+
+def test_what_is_no_text_is_named():
+    tokenizer = Tokenizer.train(["some text to learn from"] * 3, 270)
+    with pytest.raises(ConfigError, match="must be Unicode text, without lone surrogates"):
+        tokenizer.encode("a \ud800 b")

@@ -9,7 +9,12 @@ keep_freed_memory()
 
 from mlaflax.checkpoint import CheckpointError  # noqa: E402 - after the allocator is set up
 from mlaflax.config import ConfigError  # noqa: E402
-from mlaflax.runtime import interrupt_signal, terminate_like_interrupt, use_compilation_cache  # noqa: E402
+from mlaflax.runtime import (  # noqa: E402
+    interrupt_signal,
+    leave_stdout,
+    terminate_like_interrupt,
+    use_compilation_cache,
+)
 from train.cli import parse  # noqa: E402
 from train.loop import TrainingError, train  # noqa: E402
 from train.terminal import Terminal  # noqa: E402
@@ -17,6 +22,8 @@ from train.terminal import Terminal  # noqa: E402
 
 def main(arguments: list[str]) -> int:
     terminal = Terminal()
+    if sys.stdout is None:
+        leave_stdout()
     terminate_like_interrupt()
     summary = {}
     as_json = "--json" in arguments
@@ -32,6 +39,9 @@ def main(arguments: list[str]) -> int:
         return_code, summary = 2, {"status": "error", "error": str(error)}
     except (CheckpointError, TrainingError) as error:
         return_code, summary = 1, {"status": "error", "error": str(error)}
+    except BrokenPipeError:
+        leave_stdout()
+        return 141
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         return_code, summary = (
@@ -45,7 +55,16 @@ def main(arguments: list[str]) -> int:
     if "error" in summary:
         terminal.say(f"error: {summary['error']}")
     if as_json:
-        print(json.dumps(summary), flush=True)
+        try:
+            print(json.dumps(summary), flush=True)
+        except OSError as error:
+            # The run itself is over and saved: its status stands unless the answer was wanted and lost.
+            leave_stdout()
+            if not isinstance(error, BrokenPipeError):
+                terminal.say(
+                    f"error: cannot write to standard output: {(error.strerror or str(error)).lower()}"
+                )
+                return_code = return_code or 1
     return return_code
 
 

@@ -1,8 +1,10 @@
 """The command line: a configuration by name or path, and any field of it by flag."""
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import io
 import pathlib
 import sys
 from typing import Annotated
@@ -51,13 +53,26 @@ def parse(arguments: list[str]) -> Arguments:
     name, *flags = arguments
     if name.startswith("-"):
         raise ConfigError(f"CONFIG must come first, before {name}; it is one of {', '.join(known_configs())}")
-    return tyro.cli(
-        Arguments,
-        default=Arguments(load_config(name)),
-        args=flags,
-        prog=f"python -m train {name}",
-        description=f"Train or resume {name}. Every field of the configuration has a flag.",
-    )
+    default = Arguments(load_config(name))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                Arguments,
+                default=default,
+                args=flags,
+                prog=f"python -m train {name}",
+                description=f"Train or resume {name}. Every field of the configuration has a flag.",
+            )
+    except SystemExit as error:
+        # tyro frames every ValueError, those of our own validation among them.
+        link = error.__context__
+        while link is not None and not isinstance(link, ConfigError):
+            link = link.__cause__ or link.__context__
+        if link is not None:
+            raise link from None
+        sys.stderr.write(said.getvalue())
+        raise
 
 
 def known_configs() -> list[str]:

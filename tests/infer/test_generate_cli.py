@@ -169,6 +169,9 @@ def refused(capsys, *flags: str) -> str:
             "max_length = 5000: must not exceed the model's 4096 tokens",
         ),
         (["--prompt", "the cat sat on the mat", "--max-length", "4"], "must be shorter than the 4 tokens"),
+        (["--prompt", "a \udcff"], "must be UTF-8 text"),
+        (["--prompt-file", "a\0b"], "prompt_file = 'a\\x00b': must name a file"),
+        (["--prompt", "a", "--checkpoint", ""], "checkpoint = '': must name a directory"),
         (["--prompt", "a", "--step", "7"], "step = 7: "),
         (
             ["--temprature", "1"],
@@ -255,7 +258,7 @@ def test_latency_is_over_gaps_inside_sequences():
 
 def test_the_engine_is_no_larger_than_needed():
     model = ModelConfig(max_length=4096)
-    asked = Arguments(checkpoint="", max_tokens=100)
+    asked = Arguments(checkpoint="runs/x", max_tokens=100)
     assert fit_engine(asked, model, [10]).max_length == 256
     assert fit_engine(asked, model, [200, 3]).max_length == 512
     assert fit_engine(asked, model, [200, 3]).max_sequences == 2

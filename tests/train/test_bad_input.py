@@ -101,6 +101,8 @@ def test_help_teaches(capsys):
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps = 0: must be greater than 0"),
         ({"eval_interval": -1}, "eval_interval = -1: must be 0 or more"),
         ({"target": "fourgram"}, "target = 'fourgram': must be one of 'none', 'bigram', 'trigram'"),
+        ({"seed": 10**20}, f"seed = {10**20}: must not exceed 2147483647"),
+        ({"steps": 5.5}, "steps = 5.5: must be a whole number"),
         ({"steps": 50}, r"optimizer.warmup_steps = 100: must be below steps \(50\)"),
     ],
 )
@@ -132,6 +134,35 @@ def test_text_that_is_missing_empty_or_no_text(capsys, tmp_path):
     for name in ("absent.jsonl", "empty.txt", "noise.txt"):
         assert name in fails(capsys, config, "--data.paths", str(tmp_path / name))
     assert not list((tmp_path / "run").rglob("*.json"))
+
+
+def test_an_empty_path_is_not_the_current_directory(capsys, tmp_path):
+    config = config_file(tmp_path)
+    rule = "each must name a file, a directory or a pattern"
+    assert f"data.paths = ('',): {rule}" in fails(capsys, config, "--data.paths", "")
+    assert "data.tokenizer = '': must name a path" in fails(capsys, config, "--data.tokenizer", "")
+
+
+@pytest.mark.parametrize("field", ["learning-rate", "epsilon", "weight-decay", "clip-norm"])
+def test_infinite_settings(capsys, tmp_path, field):
+    message = fails(capsys, config_file(tmp_path), f"--optimizer.{field}", "inf")
+    assert f"optimizer.{field.replace('-', '_')} = inf: must be a finite number" in message
+
+
+def test_a_stdout_that_is_gone_does_not_change_what_happened(capsys, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    for stdout in ("/dev/full", None):
+        line = [*command(finished_run, "--checkpoint.directory", str(tmp_path / "run"), "--json")]
+        target = open(stdout, "w") if stdout else subprocess.PIPE  # noqa: SIM115
+        process = subprocess.Popen(
+            line, cwd=ROOT, env=environment(), stdout=target, stderr=subprocess.PIPE, text=True
+        )
+        if stdout is None:
+            process.stdout.close()  # the reader has left
+        said = process.stderr.read()
+        assert process.wait() == (1 if stdout else 0), said
+        assert "Traceback" not in said and "Exception ignored" not in said
+        assert ("cannot write to standard output: no space left on device" in said) == bool(stdout)
 
 
 def test_a_mesh_that_does_not_fit_the_devices(capsys, tmp_path):
