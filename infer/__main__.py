@@ -11,8 +11,10 @@ import json
 import os
 import sys
 
-from mlaflax.runtime import keep_freed_memory
+from mlaflax.runtime import keep_freed_memory, leave_silently_when_interrupted
 
+if __name__ == "__main__":
+    leave_silently_when_interrupted()
 keep_freed_memory()
 
 from infer.cli import Terminal, nearest, parse  # noqa: E402 - after the allocator is set up
@@ -21,7 +23,7 @@ from mlaflax.config import ConfigError  # noqa: E402
 from mlaflax.runtime import (  # noqa: E402
     interrupt_signal,
     leave_stdout,
-    terminate_like_interrupt,
+    raise_signals,
     use_compilation_cache,
 )
 
@@ -43,7 +45,7 @@ def main(arguments: list[str]) -> int:
     terminal = Terminal()
     if sys.stdout is None:
         leave_stdout()
-    terminate_like_interrupt()
+    raise_signals()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2

@@ -60,12 +60,20 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM came. What handles Ctrl-C handles it too."""
 
 
-def terminate_like_interrupt() -> None:
-    """Make SIGTERM raise `Terminated` in the main thread, where Ctrl-C raises KeyboardInterrupt."""
+def leave_silently_when_interrupted() -> None:
+    """Let Ctrl-C end the process on the spot, for as long as it imports and has nothing to tell."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def raise_signals() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt in the main thread, and SIGTERM `Terminated`."""
 
     def handle(*_):
         raise Terminated
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, handle)
 
 

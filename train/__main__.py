@@ -3,8 +3,10 @@
 import json
 import sys
 
-from mlaflax.runtime import keep_freed_memory
+from mlaflax.runtime import keep_freed_memory, leave_silently_when_interrupted
 
+if __name__ == "__main__":
+    leave_silently_when_interrupted()
 keep_freed_memory()
 
 from mlaflax.checkpoint import CheckpointError  # noqa: E402 - after the allocator is set up
@@ -12,7 +14,7 @@ from mlaflax.config import ConfigError  # noqa: E402
 from mlaflax.runtime import (  # noqa: E402
     interrupt_signal,
     leave_stdout,
-    terminate_like_interrupt,
+    raise_signals,
     use_compilation_cache,
 )
 from train.cli import parse  # noqa: E402
@@ -24,7 +26,7 @@ def main(arguments: list[str]) -> int:
     terminal = Terminal()
     if sys.stdout is None:
         leave_stdout()
-    terminate_like_interrupt()
+    raise_signals()
     summary = {}
     as_json = "--json" in arguments
     try:

@@ -3,6 +3,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -264,3 +265,17 @@ def test_the_engine_is_no_larger_than_needed():
     assert fit_engine(asked, model, [200, 3]).max_sequences == 2
     assert fit_engine(asked, model, [4090]).max_length == 4096
     assert fit_engine(asked, model, [10]).cache_format == model.cache_format == MODEL.cache_format
+
+
+@pytest.mark.parametrize("program", ["infer", "train"])
+@pytest.mark.parametrize("delay", [0.3, 1.0])
+def test_ctrl_c_while_starting_prints_no_traceback(environment, program, delay):
+    starting = subprocess.Popen(
+        [sys.executable, "-m", program, "--help"],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(delay)
+    starting.send_signal(signal.SIGINT)
+    said = starting.communicate(timeout=60)[1]
+    assert "Traceback" not in said
+    assert starting.returncode in (0, -signal.SIGINT, 128 + signal.SIGINT)
