@@ -15,17 +15,12 @@ notice a flipped bit inside an array, so each array's fingerprint is saved too a
 
 import contextlib
 import errno
-import functools
-import gc
 import json
 import logging
 import os
 import pathlib
 import re
 import shutil
-import sys
-import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -38,6 +33,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
 from mlaflax.model.transformer import Transformer
+from mlaflax.orbax_noise import dropping_what_failed, quiet_orbax
 from mlaflax.sharding import state_shardings
 from mlaflax.tokenizer import Tokenizer
 
@@ -48,7 +44,6 @@ except ImportError:  # Windows
 
 Tree = Any
 _FORMAT = 1
-_ORBAX = f"{os.sep}orbax{os.sep}"
 _UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 
 
@@ -138,8 +133,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
-        _quiet_orbax()
-        _silence_abandoned_work()
+        quiet_orbax()
         self.directory = pathlib.Path(directory).absolute()
         self.read_only = read_only
         self._steps = self.directory / "steps"
@@ -303,7 +297,7 @@ class Checkpoints:
         self._require_same_arrays(shapes, step)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
         with _reported(f"the checkpoint of step {step} in {self.directory} is damaged"):
-            with _abandoned_quietly():
+            with dropping_what_failed():
                 found = self._manager.restore(
                     step, args=ocp.args.Composite(**items, meta=ocp.args.JsonRestore())
                 )
@@ -494,60 +488,6 @@ def _reported(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
-@contextlib.contextmanager
-def _abandoned_quietly() -> Iterator[None]:
-    """Drop what a failed restore still holds now, rather than at some later collection."""
-    try:
-        yield
-    except Exception as error:
-        link: BaseException | None = error
-        while link is not None:
-            traceback.clear_frames(link.__traceback__)
-            link = link.__cause__ or link.__context__
-        gc.collect()
-        raise
-
-
-@functools.cache
-def _silence_abandoned_work() -> None:
-    """When one array cannot be read or written, Orbax abandons all others; they fail later, unheard.
-
-    Each would print a traceback, from a thread of TensorStore, from asyncio or when its coroutine is collected,
-    at once or at any later collection: so what silences them stays, and lets all else through.
-    """
-    logging.getLogger("asyncio").addFilter(_NoAbandonedWork())
-    warnings.filterwarnings(
-        "ignore", r"coroutine '(\w+\.)*_?(async_|read_)\w+' was never awaited", RuntimeWarning
-    )
-    excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
-
-    def uncaught(kind, error, trace):
-        # TensorStore's threads end here. What ends the program itself began in a file of the program: it is told.
-        began = trace.tb_frame.f_code.co_filename if trace else ""
-        if not (f"{os.sep}asyncio{os.sep}" in began or _ORBAX in began) or not _is_abandoned_work(error):
-            excepthook(kind, error, trace)
-
-    def unraisable(raised):
-        if not _is_abandoned_work(raised.exc_value):
-            unraisablehook(raised)
-
-    sys.excepthook, sys.unraisablehook = uncaught, unraisable
-
-
-class _NoAbandonedWork(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and _is_abandoned_work(record.exc_info[1]))
-
-
-def _is_abandoned_work(error: BaseException | None) -> bool:
-    """Whether it was raised beneath Orbax, by TensorStore, or calling back into a loop that is gone."""
-    if error is None:
-        return False
-    if re.search(r"\b(OCDBT|TensorStore|zarr|Event loop is closed)\b", str(error)):
-        return True
-    return any(_ORBAX in f.f_code.co_filename for f, _ in traceback.walk_tb(error.__traceback__))
-
-
 def _reason(error: BaseException) -> str:
     text = str(error)
     code = re.search(r"os_error_code='(\d+)'", text)
@@ -597,18 +537,6 @@ def _lock(directory: pathlib.Path) -> IO[str] | None:
     file.write(str(os.getpid()))
     file.flush()
     return file
-
-
-class _FromOrbax(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return _ORBAX not in record.pathname
-
-
-def _quiet_orbax() -> None:
-    # Orbax logs every failure with a traceback per thread; each reaches the caller as a CheckpointError.
-    logger = logging.getLogger("absl")
-    if not any(isinstance(f, _FromOrbax) for f in logger.filters):
-        logger.addFilter(_FromOrbax())
 
 
 __all__ = [
