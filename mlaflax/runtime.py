@@ -6,6 +6,8 @@ import os
 import pathlib
 import signal
 import sys
+import threading
+import types
 
 # malloc.h of glibc.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
@@ -68,13 +70,24 @@ def leave_silently_when_interrupted() -> None:
 
 def raise_signals() -> None:
     """Make Ctrl-C raise KeyboardInterrupt in the main thread, and SIGTERM `Terminated`."""
+    if signal.getsignal(signal.SIGINT) in (
+        signal.SIG_DFL,
+        signal.default_int_handler,
+    ):  # not where it is ignored
+        signal.signal(signal.SIGINT, _raise)
+    signal.signal(signal.SIGTERM, _raise)
 
-    def handle(*_):
-        raise Terminated
 
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, handle)
+def _raise(number: int, frame: types.FrameType | None) -> None:
+    inner = frame
+    while inner is not None:
+        if inner.f_code.co_name in ("_xla_gc_callback", "__del__"):
+            # Python ignores what is raised beneath the garbage collector, where jax has a callback: a signal
+            # that comes there would be lost. It comes again.
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+            return
+        inner = inner.f_back
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def interrupt_signal(error: KeyboardInterrupt) -> signal.Signals:

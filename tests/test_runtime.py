@@ -64,3 +64,35 @@ def test_compiled_programs_are_kept(tmp_path: pathlib.Path):
     assert any(pathlib.Path(where).iterdir())
     mine = str(tmp_path / "mine")
     assert python(code, JAX_COMPILATION_CACHE_DIR=mine).strip() == mine
+
+
+COLLECTING = """
+import gc, os, signal, sys
+from mlaflax.runtime import interrupt_signal, raise_signals
+import jax  # has a callback in the garbage collector, where Python ignores exceptions
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this process inherited
+raise_signals()
+number = signal.Signals[sys.argv[1]]
+
+def _xla_gc_callback(phase, info):
+    if phase == "start" and not sent:
+        sent.append(True)
+        os.kill(os.getpid(), number)
+
+sent = []
+gc.callbacks.append(_xla_gc_callback)
+try:
+    gc.collect()
+    signal.pause()
+except KeyboardInterrupt as error:
+    print(interrupt_signal(error).name)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_during_garbage_collection_is_not_lost(number):
+    result = subprocess.run(
+        [sys.executable, "-c", COLLECTING, number], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.strip() == number, result.stderr
+    assert not result.stderr
