@@ -164,4 +164,9 @@ class TrainConfig:
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         require(rows % parts == 0, "optimizer.accumulation", parts, f"must divide data.batch_size ({rows})")
         warmup = self.optimizer.warmup_steps
-        require(warmup < self.steps, "optimizer.warmup_steps", warmup, f"must be below steps ({self.steps})")
+        require(
+            warmup < self.steps,
+            "optimizer.warmup_steps",
+            warmup,
+            f"must be below steps ({self.steps}); lower it, too",
+        )

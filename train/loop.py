@@ -30,6 +30,8 @@ def train(config: TrainConfig, terminal: Terminal) -> dict[str, Any]:
       TrainingError: the loss was not finite for `max_nonfinite_steps` steps in a row.
     """
     with open_run(config, terminal) as run:
+        if config.target != "none":
+            terminal.say(f"preparing: {config.target} to compare with")
         baseline = make_baseline(config, run.data, run.directory)
         to_beat = baseline.loss if baseline else -math.inf
         report, late, profile = Reporter(run, baseline, terminal), Late(), Profile(run, terminal)

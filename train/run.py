@@ -73,7 +73,7 @@ def open_run(config: TrainConfig, terminal: Terminal) -> Iterator[Run]:
         begun = checkpoints.latest() is not None
         if begun:
             _check_same_run(config, directory, terminal)
-        data = prepare(config.data, config.model.vocab_size)
+        data = prepare(config.data, config.model.vocab_size, lambda what: terminal.say(f"preparing: {what}"))
         if begun:
             _check_tokenizer(data.tokenizer, directory)
         write_description(directory, config.model, data.tokenizer, config)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -201,17 +201,21 @@ def _share(batch_size: int, host_index: int, host_count: int) -> int:
     return batch_size // host_count
 
 
-def prepare(config: DataConfig, vocab_size: int) -> PreparedData:
+def prepare(config: DataConfig, vocab_size: int, say: Callable[[str], None] = lambda _: None) -> PreparedData:
     """Read the text, train or load the tokenizer, and tokenize; all three are cached.
+
+    `say` is told of each before it begins: the first time, they take seconds each.
 
     Raises:
       ConfigError: for text that cannot be read, or a tokenizer with more ids than `vocab_size`.
     """
+    say(f"reading {', '.join(config.paths) or config.corpus}")
     documents = load_text(config)
     root = cache.directory(config.cache_dir)
     if config.tokenizer:
         tokenizer = Tokenizer.load(config.tokenizer)
     else:
+        say("tokenizer")
         tokenizer = trained_tokenizer(documents.train, vocab_size, root)
     require(
         tokenizer.vocab_size <= vocab_size,
@@ -219,5 +223,6 @@ def prepare(config: DataConfig, vocab_size: int) -> PreparedData:
         vocab_size,
         f"must be at least {tokenizer.vocab_size}, the size of the tokenizer's vocabulary",
     )
+    say("tokens")
     train, held_out = (tokenize(part, tokenizer, root) for part in (documents.train, documents.held_out))
     return PreparedData(config, tokenizer, train, held_out)
