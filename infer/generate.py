@@ -32,24 +32,26 @@ _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Attributes:
-    checkpoint: directory of a training run.
-    prompt: text to continue; repeat the flag for a batch. Write --prompt=TEXT if it begins with a dash.
-    prompt_file: file whose whole text is a prompt, without its last newline; - reads stdin.
-    cache: number format of the cache.
-    max_tokens: tokens to generate for each prompt.
-    temperature: 0 takes the most probable token.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens that together hold this much mass.
-    min_p: keep tokens with at least this share of the best one's probability.
-    seed: of the draws; every prompt uses it, alone or in a batch.
-    stop: text before which to stop; repeatable.
-    ignore_eos: go on past the end-of-text token.
-    logprobs: report each token's log-probability and this many alternatives.
-    max_length: longest sequence in tokens, prompt included.
-    max_sequences: prompts decoded together; the others wait.
-    step: training step of the checkpoint.
-    json: print one JSON object on stdout in place of the text.
+    """What to continue, and how.
+
+    Attributes:
+      checkpoint: directory of a training run.
+      prompt: text to continue; repeat the flag for a batch. Write --prompt=TEXT if it begins with a dash.
+      prompt_file: file whose whole text is a prompt, without its last newline; - reads stdin.
+      cache: number format of the cache.
+      max_tokens: tokens to generate for each prompt.
+      temperature: 0 takes the most probable token.
+      top_k: keep the k most probable tokens; 0 keeps all.
+      top_p: keep the most probable tokens that together hold this much mass.
+      min_p: keep tokens with at least this share of the best one's probability.
+      seed: of the draws; every prompt uses it, alone or in a batch.
+      stop: text before which to stop; repeatable.
+      ignore_eos: go on past the end-of-text token.
+      logprobs: report each token's log-probability and this many alternatives.
+      max_length: longest sequence in tokens, prompt included.
+      max_sequences: prompts decoded together; the others wait.
+      step: training step of the checkpoint.
+      json: print one JSON object on stdout in place of the text.
     """
 
     checkpoint: str

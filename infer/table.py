@@ -32,11 +32,13 @@ ALLOCATE_UP_TO = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Attributes:
-    checkpoint: directory of a training run; only its configuration is read.
-    context: tokens per sequence.
-    sequences: sequences in the cache.
-    json: print one JSON object on stdout in place of the table.
+    """Whose cache to count.
+
+    Attributes:
+      checkpoint: directory of a training run; only its configuration is read.
+      context: tokens per sequence.
+      sequences: sequences in the cache.
+      json: print one JSON object on stdout in place of the table.
     """
 
     checkpoint: str

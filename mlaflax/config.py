@@ -98,6 +98,16 @@ class RopeConfig:
     Peng et al. 2023 (arXiv:2309.00071) in the DeepSeek form: the tables are multiplied by
     m(mscale) / m(mscale_all_dim) and the softmax scale by m(mscale_all_dim)^2, where
     m(s) = 0.1 s ln(factor) + 1.
+
+    Attributes:
+      theta: base of the frequencies.
+      convention: which dims form a pair, "interleaved" or "half".
+      factor: YaRN's stretch of the original length; 1 for none.
+      original_length: tokens of context before the stretch.
+      beta_fast: pairs that turn more often than this within the original length keep their speed.
+      beta_slow: pairs that turn less often than this are slowed by the whole factor.
+      mscale: weight of YaRN's temperature on the rope dims.
+      mscale_all_dim: weight of its temperature on all dims, by way of the softmax scale; 0 for none.
     """
 
     theta: float = 10_000.0
@@ -128,7 +138,18 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). `q_lora_rank` 0 projects queries directly."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+      num_heads: query heads.
+      q_lora_rank: width through which queries are projected; 0 projects them directly.
+      kv_lora_rank: dims of the latent, what the cache keeps of each token.
+      qk_nope_head_dim: dims of a head's query and key without position.
+      qk_rope_head_dim: dims with rotary position; one such key for all heads, kept beside the latent.
+      v_head_dim: dims of a head's value.
+      rope: the rotary embedding.
+      latent_norm_eps: epsilon of the norms of latent and q_lora.
+    """
 
     num_heads: int = 16
     q_lora_rank: int = 0
@@ -166,8 +187,23 @@ class MoEConfig:
 
     Experts are selected by score + bias and weighted by score. With `num_groups` above 1 only the
     experts of the `top_groups` best groups take part, a group being worth its best expert (`max`,
-    DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3). `bias_step` is the step of the
-    auxiliary-loss-free balancing (arXiv:2408.15664), 0 for none.
+    DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3).
+
+    Attributes:
+      num_experts: routed experts; 0 makes every layer a dense MLP.
+      num_shared_experts: experts that every token passes through.
+      top_k: routed experts of each token.
+      expert_size: hidden width of an expert.
+      first_dense: layers at the bottom that keep a dense MLP.
+      num_groups: groups of experts; 1 for none.
+      top_groups: groups whose experts take part, for each token.
+      group_score: what a group is worth, "max" or "top2".
+      score: how router outputs become scores, "softmax", "sigmoid" or "sqrt_softplus".
+      normalize: make the weights of a token's experts add up to 1.
+      routed_scale: factor on these weights.
+      bias_step: step of the auxiliary-loss-free balancing (arXiv:2408.15664); 0 for none.
+      sequence_loss: weight of the sequence-wise balance loss; 0 for none.
+      z_loss: weight of the router's z-loss; 0 for none.
     """
 
     num_experts: int = 0
@@ -232,6 +268,14 @@ class ModelConfig:
     """A decoder of `num_layers` pre-norm layers: MLA, then a SwiGLU MLP or a mixture of experts.
 
     Attributes:
+      vocab_size: entries of the vocabulary.
+      num_layers: layers, dense ones included.
+      hidden_size: width of the residual stream.
+      attention: latent attention.
+      moe: mixture of experts.
+      norm_eps: epsilon of the layers' norms.
+      tie_embeddings: use the embedding as head.
+      init_std: standard deviation of the first weights.
       max_length: longest sequence, in tokens, that training or serving may use.
       mlp_size: hidden width of the dense MLPs.
       dtype: of activations and matrix products; weights are float32, as are router and softmax.

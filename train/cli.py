@@ -37,8 +37,10 @@ Configurations:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Attributes:
-    json: print the summary as one JSON object on stdout; progress goes to stderr anyway.
+    """A configuration, and how to report.
+
+    Attributes:
+      json: print the summary as one JSON object on stdout; progress goes to stderr anyway.
     """
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -279,3 +280,13 @@ def test_ctrl_c_while_starting_prints_no_traceback(environment, program, delay):
     said = starting.communicate(timeout=60)[1]
     assert "Traceback" not in said
     assert starting.returncode in (0, -signal.SIGINT, 128 + signal.SIGINT)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_flag(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "--checkpoint" in out
+    assert not re.findall(r"(--[\w.-]+)(?: [A-Z][\w|]*)?[│ ]*\((?:default|required|repeatable)", out)

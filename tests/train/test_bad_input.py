@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -92,6 +93,9 @@ def test_help_teaches(capsys):
         assert stop.value.code == 0
         out = capsys.readouterr().out
         assert all(word in out for word in expected)
+    # No flag without a sentence: what follows the flag would begin with its default.
+    bare = re.findall(r"(--[\w.-]+)[^\n]*\n?[│ ]*\(default", out)
+    assert not bare
 
 
 @pytest.mark.parametrize(
