@@ -271,9 +271,9 @@ class Engine:
                 )
             ids = self.tokenizer.encode(prompt)
         else:
-            require(
-                isinstance(prompt, Sequence | np.ndarray), name, prompt, "must be text or a list of token ids"
-            )
+            if isinstance(prompt, np.ndarray | jax.Array):
+                prompt = np.asarray(prompt).tolist()
+            require(isinstance(prompt, Sequence), name, prompt, "must be text or a list of token ids")
             bad = next((t for t in prompt if not isinstance(t, int | np.integer)), None)
             require(bad is None, name, bad, "is not a token id: ids are whole numbers")
             ids = [int(token) for token in prompt]

@@ -179,6 +179,13 @@ def test_bad_engine_configurations_are_refused(model, fields, message):
         Engine(model, config=EngineConfig(**fields))
 
 
+def test_prompts_may_be_arrays(engine):
+    (prompt,) = prompts(5)
+    (want,) = engine.generate([prompt], GREEDY)
+    for array in (np.asarray(prompt), jnp.asarray(prompt)):
+        assert engine.generate([array], GREEDY)[0].tokens == want.tokens
+
+
 def test_one_stream_at_a_time(engine):
     stream = engine.stream(prompts(5), GREEDY)
     next(stream)

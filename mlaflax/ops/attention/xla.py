@@ -3,8 +3,8 @@
 Blocks above the diagonal are not computed, forward or backward; no array of length x length exists beyond 512.
 Key dims and value dims may differ, as they do in latent attention.
 
-Up to 512 tokens, blocks of queries are written out one by one, each with all its keys at once: three quarters
-of the time of the loops on CPU. Longer sequences loop over blocks of queries and of keys.
+Up to 512 tokens, blocks of queries are written out one by one, each with all its keys at once: about half
+the time of the loops on CPU. Longer sequences loop over blocks of queries and of keys.
 """
 
 import functools
