@@ -19,7 +19,8 @@ RopeConvention = Literal["interleaved", "half"]
 RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
-CacheFormat = Literal["f32", "bf16", "fp8"]
+CacheFormat = Literal["f32", "bf16", "fp8", "mixed"]
+TierFormat = Literal["f32", "bf16", "fp8"]
 Remat = Literal["none", "full", "dots"]
 
 _LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
@@ -264,6 +265,70 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MixedConfig:
+    """The mixed cache: every token in a 4-bit format, and 8-bit copies of those that matter most.
+
+    A sequence is divided into pages of `page` tokens. A query reads 8-bit copies of its own page, of the
+    `window` tokens before that page, of the first `sinks` tokens and of up to `salient` more; all other tokens
+    it reads in 4 bits. Sinks and salient tokens change only where a page begins, see `mlaflax.salience`.
+
+    Attributes:
+      hot: 8-bit format of the window, the sinks and the salient tokens.
+      cold: 4-bit format of the rest.
+      page: tokens in a page; of the cache's pages, too.
+      window: tokens before a query's own page that it reads in 8 bits; a multiple of `page`.
+      sinks: tokens at the beginning of a sequence that stay in 8 bits.
+      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get.
+      probe_stride: queries at multiples of this position measure attention; must divide `page`.
+    """
+
+    hot: TierFormat = "fp8"
+    cold: TierFormat = "fp8"
+    page: int = 128
+    window: int = 128
+    sinks: int = 4
+    salient: int = 60
+    probe_stride: int = 8
+
+    def __post_init__(self):
+        p = "mixed."
+        require_types(self, p)
+        require_choice(p + "hot", self.hot, TierFormat)
+        require_choice(p + "cold", self.cold, TierFormat)
+        require_positive(self, p, "page", "probe_stride")
+        for name in ("window", "sinks", "salient"):
+            value = getattr(self, name)
+            require(value >= 0, p + name, value, "must be 0 or more")
+        require(
+            self.window % self.page == 0,
+            p + "window",
+            self.window,
+            f"must be a multiple of mixed.page ({self.page})",
+        )
+        require(
+            self.page % self.probe_stride == 0,
+            p + "probe_stride",
+            self.probe_stride,
+            f"must divide mixed.page ({self.page})",
+        )
+
+    @property
+    def ring(self) -> int:
+        """Pages of the window, the query's own among them."""
+        return self.window // self.page + 1
+
+    @property
+    def kept(self) -> int:
+        """Tokens outside the window that stay in 8 bits, at most."""
+        return self.sinks + self.salient
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that hold them."""
+        return -(-self.kept // self.page)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder of `num_layers` pre-norm layers: MLA, then a SwiGLU MLP or a mixture of experts.
 
@@ -280,6 +345,7 @@ class ModelConfig:
       mlp_size: hidden width of the dense MLPs.
       dtype: of activations and matrix products; weights are float32, as are router and softmax.
       cache_format: the cache's number format that the training graph simulates (`f32`: no rounding).
+      mixed: tiers of the `mixed` cache format.
       remat: what the backward pass recomputes per layer: `none`, `dots` (keeps matrix products), `full`.
     """
 
@@ -295,6 +361,7 @@ class ModelConfig:
     init_std: float = 0.02
     dtype: Dtype = "float32"
     cache_format: CacheFormat = "f32"
+    mixed: MixedConfig = MixedConfig()
     remat: Remat = "none"
 
     def __post_init__(self):
@@ -305,6 +372,14 @@ class ModelConfig:
         require_choice("dtype", self.dtype, Dtype)
         require_choice("cache_format", self.cache_format, CacheFormat)
         require_choice("remat", self.remat, Remat)
+        for name in ("window", "kept"):
+            tokens = getattr(self.mixed, name)
+            require(
+                self.cache_format != "mixed" or tokens < self.max_length,
+                "mixed.window" if name == "window" else "mixed.sinks + mixed.salient",
+                tokens,
+                f"must be below max_length ({self.max_length})",
+            )
         if self.num_dense_layers:
             require_positive(self, "", "mlp_size")
         require(

@@ -8,15 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mlaflax.config import ModelConfig, require
+from mlaflax.cache.hot import HotTier, empty_pages
+from mlaflax.config import CacheFormat, ModelConfig, require, require_choice
 from mlaflax.formats import Format, get_format
 
 PAGE_SIZE = 128
 
 
+def default_page_size(config: ModelConfig, format: str) -> int:
+    """Tokens in a page of a cache of that format."""
+    return config.mixed.page if format == "mixed" else PAGE_SIZE
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_table"],
+    data_fields=["pool", "block_table", "hot"],
     meta_fields=["format_name", "pages_per_layer"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +37,14 @@ class LatentCache:
         sequence, numbered within a layer; -1 where there is none yet.
       format_name: the number format, see `mlaflax.formats`.
       pages_per_layer: pages in each layer's share of the pool.
+      hot: 8-bit copies of some tokens, of the `mixed` format only; the pool then holds its cold format.
     """
 
     pool: dict[str, Array]
     block_table: Int[Array, "b p"]
     format_name: str
     pages_per_layer: int
+    hot: HotTier | None = None
 
     @classmethod
     def create(
@@ -47,14 +55,19 @@ class LatentCache:
         num_sequences: int,
         max_length: int,
         num_pages: int | None = None,
-        page_size: int = PAGE_SIZE,
+        page_size: int | None = None,
     ) -> Self:
-        """An empty cache.
+        """An empty cache of one of `mlaflax.config.CacheFormat`.
 
         With `num_pages` None there are pages for every sequence at full length and the block tables
         already point at them; with a number, the tables start empty and the caller hands pages out
-        (`PageAllocator`).
+        (`PageAllocator`). Pages hold `page_size` tokens, by default `default_page_size(config, format)`.
         """
+        require_choice("cache_format", format, CacheFormat)
+        usual = default_page_size(config, format)
+        page_size = usual if page_size is None else page_size
+        if format == "mixed":
+            require(page_size == usual, "page_size", page_size, f"must be mixed.page ({usual})")
         require(num_sequences > 0, "num_sequences", num_sequences, "must be greater than 0")
         require(max_length > 0, "max_length", max_length, "must be greater than 0")
         require(page_size > 0, "page_size", page_size, "must be greater than 0")
@@ -65,16 +78,15 @@ class LatentCache:
         else:
             table = jnp.full((num_sequences, per_sequence), -1, jnp.int32)
         attention = config.attention
-        parts = get_format(format).parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
-        pages = config.num_layers * num_pages
-        pool = {
-            name: jnp.zeros(
-                (pages, page_size, part.size) if part.token_major else (pages, part.size, page_size),
-                part.dtype,
+        hot = None
+        if format == "mixed":
+            format = config.mixed.cold
+            hot = HotTier.create(
+                config.mixed, attention, num_layers=config.num_layers, num_sequences=num_sequences
             )
-            for name, part in parts.items()
-        }
-        return cls(pool, table, format, num_pages)
+        parts = get_format(format).parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        pool = empty_pages(parts, config.num_layers * num_pages, page_size)
+        return cls(pool, table, format, num_pages, hot)
 
     @property
     def format(self) -> Format:
@@ -90,8 +102,19 @@ class LatentCache:
         return self.block_table.shape[1] * self.page_size
 
     def nbytes(self) -> int:
-        """Bytes of every array that exists: pool and block table."""
+        """Bytes of every array that exists: pool, block table and hot tier."""
         return sum(array.nbytes for array in jax.tree.leaves(self))
+
+    def of_sequence(self, sequence: Int[Array, ""]) -> Self:
+        """The same cache as calls with one row see it that belongs to one sequence."""
+        one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=sequence, slice_size=1)
+        hot = self.hot and dataclasses.replace(self.hot, slots=one(self.hot.slots))
+        return dataclasses.replace(self, block_table=one(self.block_table), hot=hot)
+
+    def of_all(self, whole: Self) -> Self:
+        """This cache, got by `of_sequence` and then written to, with the rows of `whole` again."""
+        hot = self.hot and whole.hot and dataclasses.replace(self.hot, slots=whole.hot.slots)
+        return dataclasses.replace(self, block_table=whole.block_table, hot=hot)
 
     def page_pos(self) -> Int[Array, "b p"]:
         """Position of each page's first token, -1 for an unused entry."""

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from mlaflax.cache import LatentCache, PageAllocator
-from mlaflax.cache.latent import PAGE_SIZE
+from mlaflax.cache.latent import default_page_size
 from mlaflax.config import CacheFormat, ConfigError, require, require_choice, require_types
 from mlaflax.decode import steps
 from mlaflax.decode.sampling import Sampled, SamplingArrays, SamplingParams
@@ -160,9 +160,10 @@ class Engine:
         serving = model.unstacked() if jax.default_backend() == "cpu" else model
         self._graph, self._weights = nnx.split(serving)
 
-        per_slot = -(-max_length // PAGE_SIZE)
-        pool_tokens = config.cache_tokens or config.max_sequences * per_slot * PAGE_SIZE
-        self._pages = PageAllocator(-(-pool_tokens // PAGE_SIZE))
+        self._page_size = default_page_size(model.config, config.cache_format)
+        per_slot = -(-max_length // self._page_size)
+        pool_tokens = config.cache_tokens or config.max_sequences * per_slot * self._page_size
+        self._pages = PageAllocator(-(-pool_tokens // self._page_size))
         self._cache_shape = {
             "format": config.cache_format,
             "num_sequences": config.max_sequences,
@@ -211,7 +212,7 @@ class Engine:
         longest = self.config.max_length
         assert longest is not None
         for chunk in self.config.prefill_chunks:
-            length = min(chunk, longest - 1, self._pages.num_pages * PAGE_SIZE - 1)
+            length = min(chunk, longest - 1, self._pages.num_pages * self._page_size - 1)
             if length > 0:
                 self.generate([[0] * length], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
 
@@ -281,7 +282,7 @@ class Engine:
         bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         require(bad is None, name, bad, f"is not a token id; the vocabulary has {self.vocab_size}")
         assert self.config.max_length is not None
-        room = min(self.config.max_length, self._pages.num_pages * PAGE_SIZE)
+        room = min(self.config.max_length, self._pages.num_pages * self._page_size)
         require(
             len(ids) < room,
             name,
@@ -336,7 +337,7 @@ class Engine:
         return self._pages.num_free >= self._pages_for(request)
 
     def _pages_for(self, request: _Request) -> int:
-        return -(-(len(request.prompt) + request.sampling.max_tokens - 1) // PAGE_SIZE)
+        return -(-(len(request.prompt) + request.sampling.max_tokens - 1) // self._page_size)
 
     def _start(self, slot: int, request: _Request) -> Sampled:
         """Prefill a request into a free slot; returns the sample after its last chunk."""
