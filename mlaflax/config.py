@@ -19,7 +19,8 @@ RopeConvention = Literal["interleaved", "half"]
 RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
-CacheFormat = Literal["f32", "bf16", "fp8"]
+CacheFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4"]
+RopeFormat = Literal["bf16", "fp8"]
 Remat = Literal["none", "full", "dots"]
 
 _LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
@@ -38,6 +39,15 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 def require_choice(field: str, value: Any, literal: Any) -> None:
     options = typing.get_args(literal)
     require(value in options, field, value, f"must be one of {', '.join(map(repr, options))}")
+
+
+def require_cache_format(cache_format: str, rope_format: str) -> None:
+    """Raise `ConfigError` unless both are known and the rope key may be kept so beside that latent."""
+    require_choice("cache_format", cache_format, CacheFormat)
+    require_choice("rope_format", rope_format, RopeFormat)
+    scaled = ("fp8", "int8", "fp4", "nuq4")
+    allowed = f"goes with cache_format {', '.join(map(repr, scaled))} only, not {cache_format!r}"
+    require(rope_format == "bf16" or cache_format in scaled, "rope_format", rope_format, allowed)
 
 
 def require_types(config: Any, prefix: str = "") -> None:
@@ -280,6 +290,7 @@ class ModelConfig:
       mlp_size: hidden width of the dense MLPs.
       dtype: of activations and matrix products; weights are float32, as are router and softmax.
       cache_format: the cache's number format that the training graph simulates (`f32`: no rounding).
+      rope_format: how it keeps the rope key of formats that scale: `bf16`, or `fp8` with a scale per token.
       remat: what the backward pass recomputes per layer: `none`, `dots` (keeps matrix products), `full`.
     """
 
@@ -295,6 +306,7 @@ class ModelConfig:
     init_std: float = 0.02
     dtype: Dtype = "float32"
     cache_format: CacheFormat = "f32"
+    rope_format: RopeFormat = "bf16"
     remat: Remat = "none"
 
     def __post_init__(self):
@@ -303,7 +315,7 @@ class ModelConfig:
             self, "", "vocab_size", "num_layers", "hidden_size", "max_length", "norm_eps", "init_std"
         )
         require_choice("dtype", self.dtype, Dtype)
-        require_choice("cache_format", self.cache_format, CacheFormat)
+        require_cache_format(self.cache_format, self.rope_format)
         require_choice("remat", self.remat, Remat)
         if self.num_dense_layers:
             require_positive(self, "", "mlp_size")

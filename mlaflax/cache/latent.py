@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.config import ModelConfig, require
-from mlaflax.formats import Format, get_format
+from mlaflax.formats import CODEBOOK_SIZE, GAUSSIAN_CODEBOOK, Format, get_format
 
 PAGE_SIZE = 128
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_table"],
-    meta_fields=["format_name", "pages_per_layer"],
+    data_fields=["pool", "block_table", "codebook"],
+    meta_fields=["format_name", "pages_per_layer", "rope_format"],
 )
 @dataclasses.dataclass(frozen=True)
 class LatentCache:
@@ -31,12 +31,16 @@ class LatentCache:
         sequence, numbered within a layer; -1 where there is none yet.
       format_name: the number format, see `mlaflax.formats`.
       pages_per_layer: pages in each layer's share of the pool.
+      rope_format: the rope key's own format, `bf16` (f32 in the format `f32`) or `fp8`.
+      codebook: float32 `[layers, 16]`, None where the format needs none.
     """
 
     pool: dict[str, Array]
     block_table: Int[Array, "b p"]
     format_name: str
     pages_per_layer: int
+    rope_format: str = "bf16"
+    codebook: Float[Array, "layers 16"] | None = None
 
     @classmethod
     def create(
@@ -48,12 +52,19 @@ class LatentCache:
         max_length: int,
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
+        rope_format: str = "bf16",
+        codebook: Float[Array, "layers 16"] | None = None,
     ) -> Self:
         """An empty cache.
 
         With `num_pages` None there are pages for every sequence at full length and the block tables
         already point at them; with a number, the tables start empty and the caller hands pages out
-        (`PageAllocator`).
+        (`PageAllocator`). A format that needs a codebook takes the Gaussian one for every layer where none
+        is given.
+
+        Raises:
+          ConfigError: a size that is not positive, a format that does not fit the model, or a codebook
+            that does not fit the format.
         """
         require(num_sequences > 0, "num_sequences", num_sequences, "must be greater than 0")
         require(max_length > 0, "max_length", max_length, "must be greater than 0")
@@ -65,7 +76,17 @@ class LatentCache:
         else:
             table = jnp.full((num_sequences, per_sequence), -1, jnp.int32)
         attention = config.attention
-        parts = get_format(format).parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        fmt = get_format(format, rope_format)
+        parts = fmt.parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        if fmt.codebook:
+            shape = (config.num_layers, CODEBOOK_SIZE)
+            codebook = jnp.broadcast_to(
+                jnp.asarray(GAUSSIAN_CODEBOOK if codebook is None else codebook, jnp.float32),
+                shape if codebook is None else jnp.shape(codebook),
+            )
+            require(codebook.shape == shape, "codebook", codebook.shape, f"must be of shape {shape}")
+        else:
+            require(codebook is None, "codebook", "an array", f"must be None: format {format} needs none")
         pages = config.num_layers * num_pages
         pool = {
             name: jnp.zeros(
@@ -74,11 +95,11 @@ class LatentCache:
             )
             for name, part in parts.items()
         }
-        return cls(pool, table, format, num_pages)
+        return cls(pool, table, format, num_pages, rope_format, codebook)
 
     @property
     def format(self) -> Format:
-        return get_format(self.format_name)
+        return get_format(self.format_name, self.rope_format)
 
     @property
     def page_size(self) -> int:
@@ -90,7 +111,7 @@ class LatentCache:
         return self.block_table.shape[1] * self.page_size
 
     def nbytes(self) -> int:
-        """Bytes of every array that exists: pool and block table."""
+        """Bytes of every array that exists: pool, block table, codebook."""
         return sum(array.nbytes for array in jax.tree.leaves(self))
 
     def page_pos(self) -> Int[Array, "b p"]:
@@ -101,6 +122,14 @@ class LatentCache:
     def layer_table(self, layer: Int[Array, ""] | int) -> Int[Array, "b p"]:
         """The block table with ids offset to that layer's pages, as `mla_decode` takes it."""
         return jnp.where(self.block_table >= 0, self.block_table + layer * self.pages_per_layer, -1)
+
+    def layer_codebook(self, layer: Int[Array, ""] | int) -> Float[Array, "16"] | None:
+        return None if self.codebook is None else self.codebook[layer]
+
+    def layer_pool(self, layer: Int[Array, ""] | int) -> dict[str, Array]:
+        """What `mla_decode` reads with `layer_table`: the whole pool, and that layer's codebook if there is one."""
+        codebook = self.layer_codebook(layer)
+        return self.pool if codebook is None else {**self.pool, "codebook": codebook}
 
     def append(
         self,
@@ -123,8 +152,8 @@ class LatentCache:
         # An index past the end: scatter drops it.
         page = jnp.where(keep, page, self.pool["rope"].shape[0])
         offset = positions % self.page_size
-        parts = get_format(self.format_name).parts(latent.shape[-1], rope.shape[-1])
-        packed = self.format.pack(latent, rope)
+        parts = self.format.parts(latent.shape[-1], rope.shape[-1])
+        packed = self.format.pack(latent, rope, self.layer_codebook(layer))
         pool = {}
         for name, array in self.pool.items():
             at = array.at[page, offset] if parts[name].token_major else array.at[page, :, offset]
