@@ -32,6 +32,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
+from mlaflax.files import write_whole
 from mlaflax.model.transformer import Transformer
 from mlaflax.orbax_noise import dropping_what_failed, quiet_orbax
 from mlaflax.sharding import state_shardings
@@ -422,19 +423,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # JSON has no tuples
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write a text file beside `path`, flush it to disk and rename it: `path` is never half-written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(beside, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 # --- Fingerprints and errors ---------------------------------------------------------------------------------
 
 
@@ -553,5 +541,4 @@ __all__ = [
     "read_model_config",
     "read_tokenizer",
     "write_description",
-    "write_whole",
 ]

@@ -19,8 +19,10 @@ RopeConvention = Literal["interleaved", "half"]
 RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
-CacheFormat = Literal["f32", "bf16", "fp8", "mixed"]
-TierFormat = Literal["f32", "bf16", "fp8"]
+CacheFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "mixed"]
+HotFormat = Literal["f32", "bf16", "fp8", "int8"]
+ColdFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4"]
+RopeFormat = Literal["bf16", "fp8"]
 Remat = Literal["none", "full", "dots"]
 
 _LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
@@ -39,6 +41,15 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 def require_choice(field: str, value: Any, literal: Any) -> None:
     options = typing.get_args(literal)
     require(value in options, field, value, f"must be one of {', '.join(map(repr, options))}")
+
+
+def require_cache_format(cache_format: str, rope_format: str) -> None:
+    """Raise `ConfigError` unless both are known and the rope key may be kept so beside that latent."""
+    require_choice("cache_format", cache_format, CacheFormat)
+    require_choice("rope_format", rope_format, RopeFormat)
+    scaled = ("fp8", "int8", "fp4", "nuq4", "mixed")
+    allowed = f"goes with cache_format {', '.join(map(repr, scaled))} only, not {cache_format!r}"
+    require(rope_format == "bf16" or cache_format in scaled, "rope_format", rope_format, allowed)
 
 
 def require_types(config: Any, prefix: str = "") -> None:
@@ -282,8 +293,8 @@ class MixedConfig:
       probe_stride: queries at multiples of this position measure attention; must divide `page`.
     """
 
-    hot: TierFormat = "fp8"
-    cold: TierFormat = "fp8"
+    hot: HotFormat = "int8"
+    cold: ColdFormat = "fp4"
     page: int = 128
     window: int = 128
     sinks: int = 4
@@ -293,8 +304,8 @@ class MixedConfig:
     def __post_init__(self):
         p = "mixed."
         require_types(self, p)
-        require_choice(p + "hot", self.hot, TierFormat)
-        require_choice(p + "cold", self.cold, TierFormat)
+        require_choice(p + "hot", self.hot, HotFormat)
+        require_choice(p + "cold", self.cold, ColdFormat)
         require_positive(self, p, "page", "probe_stride")
         for name in ("window", "sinks", "salient"):
             value = getattr(self, name)
@@ -346,6 +357,7 @@ class ModelConfig:
       dtype: of activations and matrix products; weights are float32, as are router and softmax.
       cache_format: the cache's number format that the training graph simulates (`f32`: no rounding).
       mixed: tiers of the `mixed` cache format.
+      rope_format: how it keeps the rope key of formats that scale: `bf16`, or `fp8` with a scale per token.
       remat: what the backward pass recomputes per layer: `none`, `dots` (keeps matrix products), `full`.
     """
 
@@ -362,6 +374,7 @@ class ModelConfig:
     dtype: Dtype = "float32"
     cache_format: CacheFormat = "f32"
     mixed: MixedConfig = MixedConfig()
+    rope_format: RopeFormat = "bf16"
     remat: Remat = "none"
 
     def __post_init__(self):
@@ -370,7 +383,7 @@ class ModelConfig:
             self, "", "vocab_size", "num_layers", "hidden_size", "max_length", "norm_eps", "init_std"
         )
         require_choice("dtype", self.dtype, Dtype)
-        require_choice("cache_format", self.cache_format, CacheFormat)
+        require_cache_format(self.cache_format, self.rope_format)
         require_choice("remat", self.remat, Remat)
         for name in ("window", "kept"):
             tokens = getattr(self.mixed, name)

@@ -24,7 +24,6 @@ from mlaflax.checkpoint import (
     model_trees,
     read_description,
     write_description,
-    write_whole,
 )
 from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig, to_dict
 from mlaflax.model.transformer import init_model

@@ -255,8 +255,7 @@ class HotTier:
         return dataclasses.replace(self, mass=self.mass.at[self.rows(layer)].add(got))
 
     def _parts(self) -> dict[str, Part]:
-        latent, rope = self.pool["latent"].shape[-1], self.pool["rope"].shape[-2]
-        return self.format.parts(latent, rope)
+        return self.format.parts(self.format.latent_dims(self.pool), self.pool["rope"].shape[-2])
 
 
 def _token_rows(pages: Array, part: Part) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.cache.hot import HotTier, empty_pages
 from mlaflax.config import CacheFormat, ModelConfig, require, require_choice
-from mlaflax.formats import Format, get_format
+from mlaflax.formats import CODEBOOK_SIZE, GAUSSIAN_CODEBOOK, Format, get_format
 
 PAGE_SIZE = 128
 
@@ -22,8 +22,8 @@ def default_page_size(config: ModelConfig, format: str) -> int:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_table", "hot"],
-    meta_fields=["format_name", "pages_per_layer"],
+    data_fields=["pool", "block_table", "codebook", "hot"],
+    meta_fields=["format_name", "pages_per_layer", "rope_format"],
 )
 @dataclasses.dataclass(frozen=True)
 class LatentCache:
@@ -37,6 +37,8 @@ class LatentCache:
         sequence, numbered within a layer; -1 where there is none yet.
       format_name: the number format, see `mlaflax.formats`.
       pages_per_layer: pages in each layer's share of the pool.
+      rope_format: the rope key's own format, `bf16` (f32 in the format `f32`) or `fp8`.
+      codebook: float32 `[layers, 16]`, None where the format needs none.
       hot: 8-bit copies of some tokens, of the `mixed` format only; the pool then holds its cold format.
     """
 
@@ -44,6 +46,8 @@ class LatentCache:
     block_table: Int[Array, "b p"]
     format_name: str
     pages_per_layer: int
+    rope_format: str = "bf16"
+    codebook: Float[Array, "layers 16"] | None = None
     hot: HotTier | None = None
 
     @classmethod
@@ -56,12 +60,19 @@ class LatentCache:
         max_length: int,
         num_pages: int | None = None,
         page_size: int | None = None,
+        rope_format: str = "bf16",
+        codebook: Float[Array, "layers 16"] | None = None,
     ) -> Self:
         """An empty cache of one of `mlaflax.config.CacheFormat`.
 
         With `num_pages` None there are pages for every sequence at full length and the block tables
         already point at them; with a number, the tables start empty and the caller hands pages out
-        (`PageAllocator`). Pages hold `page_size` tokens, by default `default_page_size(config, format)`.
+        (`PageAllocator`). Pages hold `page_size` tokens, by default `default_page_size(config, format)`. A
+        format that needs a codebook takes the Gaussian one for every layer where none is given.
+
+        Raises:
+          ConfigError: a size that is not positive, a format that does not fit the model, or a codebook
+            that does not fit the format.
         """
         require_choice("cache_format", format, CacheFormat)
         usual = default_page_size(config, format)
@@ -84,13 +95,23 @@ class LatentCache:
             hot = HotTier.create(
                 config.mixed, attention, num_layers=config.num_layers, num_sequences=num_sequences
             )
-        parts = get_format(format).parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        fmt = get_format(format, rope_format)
+        parts = fmt.parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        if fmt.codebook:
+            shape = (config.num_layers, CODEBOOK_SIZE)
+            codebook = jnp.broadcast_to(
+                jnp.asarray(GAUSSIAN_CODEBOOK if codebook is None else codebook, jnp.float32),
+                shape if codebook is None else jnp.shape(codebook),
+            )
+            require(codebook.shape == shape, "codebook", codebook.shape, f"must be of shape {shape}")
+        else:
+            require(codebook is None, "codebook", "an array", f"must be None: format {format} needs none")
         pool = empty_pages(parts, config.num_layers * num_pages, page_size)
-        return cls(pool, table, format, num_pages, hot)
+        return cls(pool, table, format, num_pages, rope_format, codebook, hot)
 
     @property
     def format(self) -> Format:
-        return get_format(self.format_name)
+        return get_format(self.format_name, self.rope_format)
 
     @property
     def page_size(self) -> int:
@@ -102,7 +123,7 @@ class LatentCache:
         return self.block_table.shape[1] * self.page_size
 
     def nbytes(self) -> int:
-        """Bytes of every array that exists: pool, block table and hot tier."""
+        """Bytes of every array that exists: pool, block table, codebook and hot tier."""
         return sum(array.nbytes for array in jax.tree.leaves(self))
 
     def of_sequence(self, sequence: Int[Array, ""]) -> Self:
@@ -125,6 +146,14 @@ class LatentCache:
         """The block table with ids offset to that layer's pages, as `mla_decode` takes it."""
         return jnp.where(self.block_table >= 0, self.block_table + layer * self.pages_per_layer, -1)
 
+    def layer_codebook(self, layer: Int[Array, ""] | int) -> Float[Array, "16"] | None:
+        return None if self.codebook is None else self.codebook[layer]
+
+    def layer_pool(self, layer: Int[Array, ""] | int) -> dict[str, Array]:
+        """What `mla_decode` reads with `layer_table`: the whole pool, and that layer's codebook if there is one."""
+        codebook = self.layer_codebook(layer)
+        return self.pool if codebook is None else {**self.pool, "codebook": codebook}
+
     def append(
         self,
         layer: Int[Array, ""] | int,
@@ -146,8 +175,8 @@ class LatentCache:
         # An index past the end: scatter drops it.
         page = jnp.where(keep, page, self.pool["rope"].shape[0])
         offset = positions % self.page_size
-        parts = get_format(self.format_name).parts(latent.shape[-1], rope.shape[-1])
-        packed = self.format.pack(latent, rope)
+        parts = self.format.parts(latent.shape[-1], rope.shape[-1])
+        packed = self.format.pack(latent, rope, self.layer_codebook(layer))
         pool = {}
         for name, array in self.pool.items():
             at = array.at[page, offset] if parts[name].token_major else array.at[page, :, offset]

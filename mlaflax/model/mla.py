@@ -135,7 +135,7 @@ class MLA(nnx.Module):
 
     def _cached(self, q_nope, q_rope, tokens: Tokens, cache: LatentCache, layer) -> Float[Array, "b q h v"]:
         q_pos = jnp.where(tokens.valid, tokens.positions, -1)
-        pages = Pages(cache.pool, cache.layer_table(layer), cache.page_pos(), None)
+        pages = Pages(cache.layer_pool(layer), cache.layer_table(layer), cache.page_pos(), None)
         return self._attend(q_nope, q_rope, q_pos, (pages, cache.format))[0]
 
     def _attend(
@@ -174,7 +174,7 @@ class MLA(nnx.Module):
         `cache` has the tokens in its cold pages already; the hot tier returned has them, too.
         """
         assert cache.hot is not None
-        table, page_pos = cache.layer_table(layer), cache.page_pos()
+        pool, table, page_pos = cache.layer_pool(layer), cache.layer_table(layer), cache.page_pos()
         size, (b, length) = cache.hot.config.page, tokens.positions.shape
 
         def attend(hot: HotTier, page, q_nope, q_rope, entry, positions, valid):
@@ -183,7 +183,7 @@ class MLA(nnx.Module):
             hot = hot.append(layer, *entry, positions, valid)
             q_pos = jnp.where(valid, positions, -1)
             near = hot.pages(layer, page)
-            far = Pages(cache.pool, table, *hot.reads_cold(layer, page, page_pos))
+            far = Pages(pool, table, *hot.reads_cold(layer, page, page_pos))
             heads, lse = self._attend(q_nope, q_rope, q_pos, (near, hot.format), (far, cache.format))
             if hot.config.salient:
                 every = hot.config.probe_stride if length > 1 else 1
