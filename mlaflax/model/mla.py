@@ -207,7 +207,8 @@ class MLA(nnx.Module):
             inside = (index >= 0) & (index < length)
             take = jnp.clip(index, 0, length - 1)
             *taken, _, valid = jax.tree.map(
-                lambda x: jnp.take_along_axis(x, take.reshape(*take.shape, *[1] * (x.ndim - 2)), axis=1), arrays
+                lambda x: jnp.take_along_axis(x, take.reshape(*take.shape, *[1] * (x.ndim - 2)), axis=1),
+                arrays,
             )
             hot, out = attend(hot, page, *taken, start[:, None] + index, valid & inside)
             index = jnp.where(inside, index, length)
