@@ -80,10 +80,9 @@ class LatentCache:
         parts = fmt.parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
         if fmt.codebook:
             shape = (config.num_layers, CODEBOOK_SIZE)
-            codebook = jnp.broadcast_to(
-                jnp.asarray(GAUSSIAN_CODEBOOK if codebook is None else codebook, jnp.float32),
-                shape if codebook is None else jnp.shape(codebook),
-            )
+            default = jnp.broadcast_to(GAUSSIAN_CODEBOOK, shape)
+            # A copy: steps that update the cache in place consume its arrays.
+            codebook = jnp.array(default if codebook is None else codebook, jnp.float32)
             require(codebook.shape == shape, "codebook", codebook.shape, f"must be of shape {shape}")
         else:
             require(codebook is None, "codebook", "an array", f"must be None: format {format} needs none")

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.cache import LatentCache
 from mlaflax.config import ModelConfig
-from mlaflax.formats import get_format
+from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format
 from mlaflax.model.layers import RMSNorm, normal, rms_normalize
 from mlaflax.model.rope import apply_rope, softmax_scale
 from mlaflax.ops.attention import attention
@@ -37,6 +37,10 @@ class Tokens(NamedTuple):
         return self.segment_ids > 0
 
 
+class Codebook(nnx.Variable):
+    """The 16 levels of a layer's latents under the cache format `nuq4`: calibrated, not learned by gradients."""
+
+
 class MLA(nnx.Module):
     """Latent attention.
 
@@ -45,7 +49,8 @@ class MLA(nnx.Module):
 
     Parameters, float32: `q [d, h, n+r]`, or `q_down [d, l]`, `q_norm`, `q_up [l, h, n+r]`; `kv_down
     [d, c+r]`; `kv_norm [c]`; `k_up [h, n, c]`, `v_up [h, v, c]` (head first, so that neither form
-    transposes them); `out [h, v, d]`.
+    transposes them); `out [h, v, d]`. With the cache format `nuq4` there is `codebook [16]`, a
+    `Codebook`; it is None with all others.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -63,7 +68,10 @@ class MLA(nnx.Module):
         self.v_up = param(normal(rngs, (h, a.v_head_dim, c), std), "heads", "head_dim", "kv_lora")
         self.out = param(normal(rngs, (h, a.v_head_dim, d), std), "heads", "head_dim", "embed")
         self.config = a
-        self.cache_format = config.cache_format
+        self.format = get_format(config.cache_format, config.rope_format)
+        self.codebook = (
+            param(jnp.asarray(GAUSSIAN_CODEBOOK), "codebook", kind=Codebook) if self.format.codebook else None
+        )
         self.dtype = jnp.dtype(config.dtype)
         self.scale = softmax_scale(a)
 
@@ -108,7 +116,8 @@ class MLA(nnx.Module):
         return latent, apply_rope(rope, tokens.cos, tokens.sin, a.rope.convention)
 
     def _naive(self, q_nope, q_rope, latent, rope, segment_ids) -> Float[Array, "b q h v"]:
-        latent, rope = get_format(self.cache_format).simulate(latent, rope)
+        codebook = None if self.codebook is None else self.codebook[...]
+        latent, rope = self.format.simulate(latent, rope, codebook)
         latent = (latent * self.kv_norm.scale[...]).astype(self.dtype)
         k_nope = jnp.einsum("bkc,hnc->bkhn", latent, self._cast(self.k_up))
         v = jnp.einsum("bkc,hvc->bkhv", latent, self._cast(self.v_up))
@@ -122,7 +131,7 @@ class MLA(nnx.Module):
         a = self.config
         weight = self.kv_norm.scale[...]
         q_pos = jnp.where(tokens.valid, tokens.positions, -1)
-        where = cache.pool, cache.layer_table(layer), cache.page_pos()
+        where = cache.layer_pool(layer), cache.layer_table(layer), cache.page_pos()
         if is_cheaper(q_nope.shape[1], a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim):
             q = jnp.concatenate([q_nope.astype(jnp.float32), q_rope], axis=-1)
             out, _ = mla_prefill(

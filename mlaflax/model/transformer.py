@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from mlaflax.cache import LatentCache
 from mlaflax.config import ModelConfig, Remat
+from mlaflax.formats import CODEBOOK_SIZE
 from mlaflax.model.layers import RMSNorm, SwiGLU, normal
 from mlaflax.model.mla import MLA, Tokens
 from mlaflax.model.moe import MoE, MoEStats
@@ -181,6 +182,16 @@ class Transformer(nnx.Module):
         return jnp.einsum(
             subscripts, hidden, weight[...].astype(hidden.dtype), preferred_element_type=jnp.float32
         )
+
+    def codebooks(self) -> Float[Array, "layers 16"] | None:
+        """The codebook of each layer, for a cache of the format `nuq4`; None if the model is of another format."""
+        rows = []
+        for layers in (self.dense_layers, self.moe_layers):
+            for layer in layers if isinstance(layers, nnx.List) else [layers] if layers else []:
+                if layer.attn.codebook is None:
+                    return None
+                rows.append(jnp.reshape(layer.attn.codebook[...], (-1, CODEBOOK_SIZE)))
+        return jnp.concatenate(rows)
 
     def unstacked(self) -> "Transformer":
         """The same weights with one module per layer.
