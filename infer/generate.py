@@ -68,11 +68,16 @@ class Arguments:
     prompt_file: _Repeated = ()
     cache: Annotated[
         str | None,
-        tyro.conf.arg(metavar="|".join(get_args(CacheFormat)), help_behavior_hint="(default: the one it was trained for)"),
+        tyro.conf.arg(
+            metavar="|".join(get_args(CacheFormat)),
+            help_behavior_hint="(default: the one it was trained for)",
+        ),
     ] = None
     rope: Annotated[
         str | None,
-        tyro.conf.arg(metavar="|".join(get_args(RopeFormat)), help_behavior_hint="(default: the one it was trained for)"),
+        tyro.conf.arg(
+            metavar="|".join(get_args(RopeFormat)), help_behavior_hint="(default: the one it was trained for)"
+        ),
     ] = None
     max_tokens: int = 128
     temperature: float = 1.0

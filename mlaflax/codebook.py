@@ -38,7 +38,9 @@ def fit_codebook(latents: Float[Array, "n c"], iterations: int = 20) -> Float[np
       ConfigError: latents that are not finite, none at all, or of a width that the format cannot hold.
     """
     latents = jnp.asarray(latents, jnp.float32)
-    require(latents.ndim == 2 and latents.size > 0, "latents", latents.shape, "must be of shape [n, c]")
+    require(
+        latents.ndim == 2 and latents.size > 0, "latents", latents.shape, "must be of shape [n, c], not empty"
+    )
     require_halves(_FORMAT, latents.shape[1])
     require(bool(jnp.isfinite(latents).all()), "latents", "NaN or infinity", "must be finite")
     return np.asarray(_lloyd(latents, jnp.asarray(GAUSSIAN_CODEBOOK), iterations))
@@ -129,17 +131,10 @@ def load_codebooks(
         levels = np.asarray(content.get("levels"), np.float32)
     except (TypeError, ValueError):
         levels = np.zeros(0)
-    require(
-        levels.shape == (num_layers, CODEBOOK_SIZE),
-        f"{path}: levels", _shown(content.get("levels")), f"must be {num_layers} lists of {CODEBOOK_SIZE} numbers",
-    )  # fmt: skip
+    if levels.shape != (num_layers, CODEBOOK_SIZE):
+        raise ConfigError(f"{path}: levels must be {num_layers} lists of {CODEBOOK_SIZE} numbers")
     _require_sound(levels, f"{path}: levels")
     return levels
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _require_sound(levels: np.ndarray, field: str) -> None:

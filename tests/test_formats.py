@@ -15,7 +15,11 @@ from mlaflax.config import ConfigError
 
 
 # Every format; after the slash, that of the rope key.
-NAMES = ["f32", "bf16", *(f"{name}{rope}" for name in ("fp8", "int8", "fp4", "nuq4") for rope in ("", "/fp8"))]
+NAMES = [
+    "f32",
+    "bf16",
+    *(f"{name}{rope}" for name in ("fp8", "int8", "fp4", "nuq4") for rope in ("", "/fp8")),
+]
 
 
 def get_format(name: str) -> formats.Format:
@@ -207,7 +211,9 @@ def test_int8_is_what_numpy_makes_of_it(c, exponent, seed):
         codes = np.clip(np.rint(block / stored[:, None]), -127, 127)
         ours = np.asarray(parts["latent"])[:, start : start + 32]
         distance = np.abs(block / stored[:, None] - ours)
-        assert (np.abs(codes - ours) <= 1).all() and (distance <= 0.5 + 0.3 * (np.abs(ours) == 127) + 1e-4).all()
+        assert (np.abs(codes - ours) <= 1).all() and (
+            distance <= 0.5 + 0.3 * (np.abs(ours) == 127) + 1e-4
+        ).all()
         np.testing.assert_allclose(back[:, start : start + 32], ours * stored[:, None], rtol=1e-6)
 
 
@@ -261,7 +267,9 @@ def test_fp4_and_nuq4_read_back_level_times_scale(name):
     packed = np.asarray(parts["latent"])
     codes = np.concatenate([packed & 15, packed >> 4], 1).reshape(5, 4, 16)
     scale = np.asarray(parts["scale"]).view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 32
-    np.testing.assert_array_equal(round_trip(name, x).reshape(5, 4, 16), levels(name)[codes] * scale[..., None])
+    np.testing.assert_array_equal(
+        round_trip(name, x).reshape(5, 4, 16), levels(name)[codes] * scale[..., None]
+    )
 
 
 @pytest.mark.parametrize(("name", "slack"), [("fp4", 1.03), ("nuq4", 1.03)])
@@ -307,8 +315,8 @@ def test_what_is_on_the_grid_stays(name):
 
     A codebook's scales are looked for from its largest level on: blocks that do not use it may move.
     """
-    once = round_trip(name, normalised(np.random.default_rng(5), 50, 64))
-    packed = np.asarray(pack(name, once)["latent"])
+    x = normalised(np.random.default_rng(5), 50, 64)
+    once, packed = round_trip(name, x), np.asarray(pack(name, x)["latent"])
     codes = np.concatenate([packed & 15, packed >> 4], 1).reshape(50, 4, 16)
     stays = np.isin(codes, (0, 15)).any(-1) if name == "nuq4" else np.ones((50, 4), bool)
     assert stays.mean() > 0.2
@@ -384,7 +392,7 @@ def test_a_latent_that_normalisation_can_yield_is_never_clamped(name, c):
 
 
 @settings(deadline=None, max_examples=8)
-@given(st.sampled_from(["fp4", "nuq4"]), st.integers(1, 6), st.lists(st.integers(0, 3), max_size=3))
+@given(st.sampled_from(["fp4", "nuq4"]), st.integers(1, 3), st.lists(st.integers(0, 2), max_size=2))
 def test_any_leading_axes_and_any_even_number_of_blocks(name, pairs, lead):
     x = normalised(np.random.default_rng(pairs), *lead, 32 * pairs)
     back = round_trip(name, x)

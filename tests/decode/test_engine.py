@@ -164,7 +164,10 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompt, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cache_format": "fp3"}, "cache_format = 'fp3': must be one of 'f32', 'bf16', 'fp8', 'int8', 'fp4', 'nuq4'"),
+        (
+            {"cache_format": "fp3"},
+            "cache_format = 'fp3': must be one of 'f32', 'bf16', 'fp8', 'int8', 'fp4', 'nuq4'",
+        ),
         ({"max_sequences": 0}, "max_sequences = 0: must be greater than 0"),
         ({"prefill_chunks": (2.5,)}, r"prefill_chunks = \(2.5,\): holds 2.5, which must be a whole number"),
         ({"prefill_chunks": 32}, "prefill_chunks = 32: must be a tuple"),

@@ -59,7 +59,9 @@ def mla_decode(
     if width != c + r:
         raise ValueError(f"q has width {width}: must be the latent's {c} plus the rope's {r}")
     if set(pool) != format.names(c, r):
-        raise ValueError(f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.names(c, r))}")
+        raise ValueError(
+            f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.names(c, r))}"
+        )
     for name, array, shape in (
         ("q_pos", q_pos, (b, nq)),
         ("block_table", block_table, (b, page_pos.shape[1])),

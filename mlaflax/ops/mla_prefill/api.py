@@ -61,7 +61,9 @@ def mla_prefill(
     b, nq, h, width = q.shape
     c, r = format.latent_dims(pool), pool["rope"].shape[-2]
     if set(pool) != format.names(c, r):
-        raise ValueError(f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.names(c, r))}")
+        raise ValueError(
+            f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.names(c, r))}"
+        )
     for name, array, shape in (
         ("q_pos", q_pos, (b, nq)),
         ("k_up", k_up, (h, width - r, c)),
