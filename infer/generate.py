@@ -35,6 +35,7 @@ from mlaflax.decode import Completion, Engine, EngineConfig, SamplingParams, cut
 from mlaflax.runtime import interrupt_signal
 from mlaflax.tokenizer import Tokenizer, is_unicode
 
+_TRAINED = "(default: the one it was trained for)"
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
@@ -70,14 +71,12 @@ class Arguments:
         str | None,
         tyro.conf.arg(
             metavar="|".join(get_args(CacheFormat)),
-            help_behavior_hint="(default: the one it was trained for)",
+            help_behavior_hint=_TRAINED,
         ),
     ] = None
     rope: Annotated[
         str | None,
-        tyro.conf.arg(
-            metavar="|".join(get_args(RopeFormat)), help_behavior_hint="(default: the one it was trained for)"
-        ),
+        tyro.conf.arg(metavar="|".join(get_args(RopeFormat)), help_behavior_hint=_TRAINED),
     ] = None
     max_tokens: int = 128
     temperature: float = 1.0

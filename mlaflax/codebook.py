@@ -85,18 +85,18 @@ def save_codebooks(
     Raises:
       ConfigError: levels that are not finite and ascending.
     """
-    levels = np.asarray(levels, np.float32)
+    rows = np.asarray(levels, np.float32)
     require(
-        levels.ndim == 2 and levels.shape[1] == CODEBOOK_SIZE,
-        "levels", levels.shape, f"must be of shape [num_layers, {CODEBOOK_SIZE}]",
+        rows.ndim == 2 and rows.shape[1] == CODEBOOK_SIZE,
+        "levels", rows.shape, f"must be of shape [num_layers, {CODEBOOK_SIZE}]",
     )  # fmt: skip
-    _require_sound(levels, "levels")
+    _require_sound(rows, "levels")
     content = {
         "version": _VERSION,
         "format": _FORMAT,
         "kv_lora_rank": kv_lora_rank,
-        "num_layers": len(levels),
-        "levels": levels.tolist(),
+        "num_layers": len(rows),
+        "levels": rows.tolist(),
         "notes": notes,
     }
     path = pathlib.Path(directory) / FILE_NAME

@@ -403,8 +403,8 @@ def nearest_level(x: Float[Array, "..."], codebook: Float[Array, "16"]) -> Float
 
 def nearest_code(x: Float[Array, "..."], codebook: Float[Array, "16"]) -> UInt8[Array, "..."]:
     """The number of that level."""
-    middles = (codebook[1:] + codebook[:-1]) / 2
-    return sum((x > middles[i]).astype(jnp.uint8) for i in range(CODEBOOK_SIZE - 1))
+    middles = list((codebook[1:] + codebook[:-1]) / 2)
+    return functools.reduce(jnp.add, ((x > middle).astype(jnp.uint8) for middle in middles))
 
 
 def level_values(codes: UInt8[Array, "..."], codebook: Float[Array, "16"]) -> Float[Array, "..."]:

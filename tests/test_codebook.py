@@ -1,15 +1,16 @@
 """Codebooks: Lloyd-Max against the published levels, what calibration gains, the file."""
 
+import itertools
 import json
-
-import numpy as np
-import pytest
-from mlaflax.codebook import fit_codebook, load_codebooks, save_codebooks
-from mlaflax.config import ConfigError
-from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlaflax.codebook import fit_codebook, load_codebooks, save_codebooks
+from mlaflax.config import ConfigError
+from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format
 
 # Max 1960, table I, 16 levels, for unit Gaussian values: what scaling each block by its rms would ask for.
 MAX_1960 = (0.128, 0.388, 0.657, 0.942, 1.256, 1.618, 2.069, 2.733)
@@ -45,7 +46,7 @@ def test_each_round_of_fitting_lowers_the_error():
     latents = np.random.default_rng(3).laplace(size=(200, 256)).astype(np.float32)
     errors = [nmse(latents, fit_codebook(latents, iterations)) for iterations in (0, 1, 3, 10)]
     # Scales are chosen among few: a round may lose a trifle of what the one before it gained.
-    assert all(after < before * 1.001 for before, after in zip(errors[:-1], errors[1:], strict=True))
+    assert all(after < before * 1.001 for before, after in itertools.pairwise(errors))
     assert errors[-1] < 0.99 * errors[0]
 
 
@@ -107,7 +108,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, m
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
 def test_a_file_that_is_no_json_object_is_refused(tmp_path, text):
     (tmp_path / "codebook.json").write_text(text)
-    with pytest.raises(ConfigError, match="must be JSON|must hold one JSON object"):
+    with pytest.raises(ConfigError, match=r"must be JSON|must hold one JSON object"):
         load_codebooks(tmp_path, num_layers=3, kv_lora_rank=64)
 
 

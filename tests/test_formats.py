@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mlaflax import formats
 from mlaflax.config import ConfigError
 
-
 # Every format; after the slash, that of the rope key.
 NAMES = [
     "f32",
