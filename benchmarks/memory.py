@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-FORMATS = ("f32", "bf16", "fp8")
+FORMATS = ("f32", "bf16", "fp8", "int8", "fp4", "nuq4")
 
 
 def rss_anon() -> int:

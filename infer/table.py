@@ -24,7 +24,8 @@ from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.cache.latent import PAGE_SIZE
 from mlaflax.checkpoint import Checkpoints, read_model_config
-from mlaflax.config import CacheFormat, ModelConfig, require_positive
+from mlaflax.config import CacheFormat, ConfigError, ModelConfig, require_positive
+from mlaflax.formats import get_format
 
 # Larger caches are counted from their arrays' shapes and not allocated.
 ALLOCATE_UP_TO = 1 << 30
@@ -84,7 +85,10 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
 
 
 def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[Row]:
-    """MHA, GQA and each format of the latent cache, for `sequences` of `context` tokens each."""
+    """MHA, GQA and each format of the latent cache, for `sequences` of `context` tokens each.
+
+    A format that cannot hold the model's latents is left out.
+    """
     heads = config.attention.num_heads
     groups = gqa_groups(heads)
     rows = [
@@ -92,8 +96,17 @@ def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[R
         _measure(f"GQA {groups} x {config.attention.v_head_dim} bf16", config, context, sequences, groups),
     ]
     for name in typing.get_args(CacheFormat):
-        rows.append(_measure(f"MLA {name}", config, context, sequences, name))
+        if _fits(name, config):
+            rows.append(_measure(f"MLA {name}", config, context, sequences, name))
     return rows
+
+
+def _fits(name: str, config: ModelConfig) -> bool:
+    try:
+        get_format(name).parts(config.attention.kv_lora_rank, config.attention.qk_rope_head_dim)
+    except ConfigError:
+        return False
+    return True
 
 
 def gqa_groups(heads: int) -> int:

@@ -5,7 +5,7 @@
 A directory holds
 
     config.json, tokenizer.json     the model's configuration, and its tokenizer
-    steps/STEP/model                params and expert biases           Orbax
+    steps/STEP/model                params, expert biases, codebooks   Orbax
     steps/STEP/training             optimiser state and counters       Orbax
     steps/STEP/meta                 data position, fingerprints        JSON
 
@@ -78,7 +78,7 @@ class Restored(NamedTuple):
 
 
 def model_trees(model: nnx.Module) -> dict[str, Tree]:
-    """The arrays of `model` as nested dicts: `params`, and `state` for all else (expert biases)."""
+    """The arrays of `model` as nested dicts: `params`, and `state` for all else (expert biases, codebooks)."""
     params, state = nnx.state(model, nnx.Param, ...)
     return {"params": nnx.to_pure_dict(params), "state": nnx.to_pure_dict(state)}
 

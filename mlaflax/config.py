@@ -23,6 +23,13 @@ CacheFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "mixed"]
 HotFormat = Literal["f32", "bf16", "fp8", "int8"]
 ColdFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4"]
 RopeFormat = Literal["bf16", "fp8"]
+SCALED_FORMATS: tuple[CacheFormat, ...] = (
+    "fp8",
+    "int8",
+    "fp4",
+    "nuq4",
+    "mixed",
+)  # their rope key may be fp8, too
 Remat = Literal["none", "full", "dots"]
 
 _LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
@@ -47,9 +54,8 @@ def require_cache_format(cache_format: str, rope_format: str) -> None:
     """Raise `ConfigError` unless both are known and the rope key may be kept so beside that latent."""
     require_choice("cache_format", cache_format, CacheFormat)
     require_choice("rope_format", rope_format, RopeFormat)
-    scaled = ("fp8", "int8", "fp4", "nuq4", "mixed")
-    allowed = f"goes with cache_format {', '.join(map(repr, scaled))} only, not {cache_format!r}"
-    require(rope_format == "bf16" or cache_format in scaled, "rope_format", rope_format, allowed)
+    allowed = f"goes with cache_format {', '.join(map(repr, SCALED_FORMATS))} only, not {cache_format!r}"
+    require(rope_format == "bf16" or cache_format in SCALED_FORMATS, "rope_format", rope_format, allowed)
 
 
 def require_types(config: Any, prefix: str = "") -> None:

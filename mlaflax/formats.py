@@ -38,8 +38,9 @@ BLOCK = 16  # dims that share a scale in the 4-bit formats
 CODEBOOK_SIZE = 16
 
 # Scales of the 4-bit formats are e4m3 numbers times 2^-5, from 2^-14 to 14. RMS-normalised latents do not
-# exceed sqrt(c), so with magnitudes up to 6 no scale above 14 is needed below c = 7056. What remains of e4m3's
-# range is better spent at the bottom, and no second scale per token is needed.
+# exceed sqrt(c), so no scale above 14 is needed up to c = 7056 with e2m1's 6 as largest magnitude, up to 1482 with
+# the Gaussian codebook's 2.75. What remains of e4m3's range is better spent at the bottom, and no second scale per
+# token is needed.
 SCALE_UNIT = 2.0**-5
 _SCALE_NAN = 0x7F
 
@@ -267,11 +268,11 @@ def _grouped(x: Array, size: int) -> Array:
     c = x.shape[-1]
     pad = _groups(c, size) * size - c
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
-    return x.reshape(*x.shape[:-1], -1, size)
+    return x.reshape(*x.shape[:-1], _groups(c, size), size)
 
 
 def _ungrouped(x: Array, c: int) -> Array:
-    return x.reshape(*x.shape[:-2], -1)[..., :c]
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., :c]
 
 
 def _largest(groups: Array) -> Array:
@@ -369,19 +370,20 @@ def _int8_unpack(parts: Mapping[str, Array]) -> Array:
 
 def _four_bit_parts(name: str) -> Callable[[int], dict[str, Part]]:
     def parts(c: int) -> dict[str, Part]:
-        _require_halves(name, c)
+        require_halves(name, c)
         return {"latent": _part(c // 2, np.uint8, True), "scale": _part(c // BLOCK, np.uint8, False)}
 
     return parts
 
 
-def _require_halves(name: str, c: int) -> None:
+def require_halves(name: str, c: int) -> None:
+    """Raise `ConfigError` unless a 4-bit format can hold latents of `c` dims."""
     allowed = f"must be a multiple of {2 * BLOCK} for cache_format = {name!r}, two halves of whole blocks"
     require(c % (2 * BLOCK) == 0, "attention.kv_lora_rank", c, allowed)
 
 
 def _fp4_pack(latent: Array, codebook: Array | None) -> Parts:
-    _require_halves("fp4", latent.shape[-1])
+    require_halves("fp4", latent.shape[-1])
     bits, scaled = _choose_scales(_grouped(latent, BLOCK), FP4_MAX, _FP4_STEPS, round_to_e2m1)
     return {"latent": pack_nibbles(to_e2m1_codes(scaled).reshape(latent.shape)), "scale": bits}
 
@@ -401,8 +403,18 @@ def nearest_level(x: Float[Array, "..."], codebook: Float[Array, "16"]) -> Float
 
 def nearest_code(x: Float[Array, "..."], codebook: Float[Array, "16"]) -> UInt8[Array, "..."]:
     """The number of that level."""
-    middles = (codebook[1:] + codebook[:-1]) / 2
-    return sum((x > middles[i]).astype(jnp.uint8) for i in range(CODEBOOK_SIZE - 1))
+    middles = list((codebook[1:] + codebook[:-1]) / 2)
+    return functools.reduce(jnp.add, ((x > middle).astype(jnp.uint8) for middle in middles))
+
+
+def level_values(codes: UInt8[Array, "..."], codebook: Float[Array, "16"]) -> Float[Array, "..."]:
+    """The levels of these codes: a tree of selections, as fast as a gather on CPU and faster elsewhere."""
+    bits = codes.astype(jnp.uint32)  # as wide as what is selected
+    values = list(codebook)
+    for i in range(4):
+        bit = (bits >> i & 1) != 0
+        values = [jnp.where(bit, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def codebook_codes(
@@ -417,14 +429,14 @@ def codebook_codes(
 
 
 def _nuq4_pack(latent: Array, codebook: Array | None) -> Parts:
-    _require_halves("nuq4", latent.shape[-1])
+    require_halves("nuq4", latent.shape[-1])
     assert codebook is not None
     codes, bits, _ = codebook_codes(latent, codebook)
     return {"latent": pack_nibbles(codes), "scale": bits}
 
 
 def _nuq4_unpack(parts: Mapping[str, Array]) -> Array:
-    values = parts["codebook"][unpack_nibbles(parts["latent"])]
+    values = level_values(unpack_nibbles(parts["latent"]), parts["codebook"])
     return _ungrouped(_grouped(values, BLOCK) * scale_values(parts["scale"])[..., None], values.shape[-1])
 
 

@@ -195,7 +195,9 @@ class Steps:
         step = self.config.model.moe.bias_step
         if not (step and self.config.model.num_moe_layers):
             return state
-        return jax.tree.map(lambda bias: update_bias(bias, load, step), state)
+        moe = state["moe_layers"]["moe"]
+        moe = {**moe, "bias": update_bias(moe["bias"], load, step)}
+        return {**state, "moe_layers": {**state["moe_layers"], "moe": moe}}
 
     def _evaluate(self, params: Tree, state: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of -log p(target), and the number of targets."""

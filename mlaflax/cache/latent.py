@@ -20,6 +20,11 @@ def default_page_size(config: ModelConfig, format: str) -> int:
     return config.mixed.page if format == "mixed" else PAGE_SIZE
 
 
+def pool_format(config: ModelConfig, format: str) -> str:
+    """The number format of the pages of a cache of that format: the cold one of `mixed`."""
+    return config.mixed.cold if format == "mixed" else format
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["pool", "block_table", "codebook", "hot"],
@@ -91,18 +96,17 @@ class LatentCache:
         attention = config.attention
         hot = None
         if format == "mixed":
-            format = config.mixed.cold
             hot = HotTier.create(
                 config.mixed, attention, num_layers=config.num_layers, num_sequences=num_sequences
             )
+        format = pool_format(config, format)
         fmt = get_format(format, rope_format)
         parts = fmt.parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
         if fmt.codebook:
             shape = (config.num_layers, CODEBOOK_SIZE)
-            codebook = jnp.broadcast_to(
-                jnp.asarray(GAUSSIAN_CODEBOOK if codebook is None else codebook, jnp.float32),
-                shape if codebook is None else jnp.shape(codebook),
-            )
+            default = jnp.broadcast_to(GAUSSIAN_CODEBOOK, shape)
+            # A copy: steps that update the cache in place consume its arrays.
+            codebook = jnp.array(default if codebook is None else codebook, jnp.float32)
             require(codebook.shape == shape, "codebook", codebook.shape, f"must be of shape {shape}")
         else:
             require(codebook is None, "codebook", "an array", f"must be None: format {format} needs none")

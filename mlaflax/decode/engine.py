@@ -11,11 +11,12 @@ import numpy as np
 from flax import nnx
 
 from mlaflax.cache import LatentCache, PageAllocator
-from mlaflax.cache.latent import default_page_size
-from mlaflax.config import CacheFormat, ConfigError, require, require_choice, require_types
+from mlaflax.cache.latent import default_page_size, pool_format
+from mlaflax.config import CacheFormat, ConfigError, RopeFormat, require, require_cache_format, require_types
 from mlaflax.decode import steps
 from mlaflax.decode.sampling import Sampled, SamplingArrays, SamplingParams
 from mlaflax.decode.text import TextAssembler
+from mlaflax.formats import get_format
 from mlaflax.model import Transformer
 from mlaflax.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ class EngineConfig:
 
     Attributes:
       cache_format: number format of the cache, see `mlaflax.formats`.
+      rope_format: how the cache keeps the rope key: `bf16`, or `fp8` with the formats that scale.
       max_sequences: slots, that is sequences that decode together. More prompts wait for a free slot.
       max_length: longest sequence, prompt and continuation, in tokens; None is the model's.
       cache_tokens: size of the page pool in tokens, shared by all slots; None gives every slot its full
@@ -40,10 +42,11 @@ class EngineConfig:
     max_length: int | None = None
     cache_tokens: int | None = None
     prefill_chunks: tuple[int, ...] = (32, 256, 1024)
+    rope_format: RopeFormat = "bf16"
 
     def __post_init__(self):
         require_types(self)
-        require_choice("cache_format", self.cache_format, CacheFormat)
+        require_cache_format(self.cache_format, self.rope_format)
         for name in ("max_sequences", "cache_tokens"):
             value = getattr(self, name)
             require(value is None or value > 0, name, value, "must be greater than 0")
@@ -169,6 +172,10 @@ class Engine:
             "num_sequences": config.max_sequences,
             "max_length": max_length,
             "num_pages": self._pages.num_pages,
+            "rope_format": config.rope_format,
+            "codebook": model.codebooks()
+            if get_format(pool_format(model.config, config.cache_format)).codebook
+            else None,
         }
         self._model_config = model.config
         self._state = self._empty_state()

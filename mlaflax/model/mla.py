@@ -9,8 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.cache import HotTier, LatentCache, Pages
+from mlaflax.cache.latent import pool_format
 from mlaflax.config import ModelConfig
-from mlaflax.formats import Format, get_format
+from mlaflax.formats import GAUSSIAN_CODEBOOK, Format, get_format
 from mlaflax.model.layers import RMSNorm, normal, rms_normalize
 from mlaflax.model.rope import apply_rope, softmax_scale
 from mlaflax.ops.attention import attention, tiered_attention
@@ -38,6 +39,10 @@ class Tokens(NamedTuple):
         return self.segment_ids > 0
 
 
+class Codebook(nnx.Variable):
+    """The 16 levels of a layer's latents under the cache format `nuq4`: calibrated, not learned by gradients."""
+
+
 class MLA(nnx.Module):
     """Latent attention.
 
@@ -46,7 +51,8 @@ class MLA(nnx.Module):
 
     Parameters, float32: `q [d, h, n+r]`, or `q_down [d, l]`, `q_norm`, `q_up [l, h, n+r]`; `kv_down
     [d, c+r]`; `kv_norm [c]`; `k_up [h, n, c]`, `v_up [h, v, c]` (head first, so that neither form
-    transposes them); `out [h, v, d]`.
+    transposes them); `out [h, v, d]`. With the cache format `nuq4` there is `codebook [16]`, a
+    `Codebook`; it is None with all others.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -64,7 +70,13 @@ class MLA(nnx.Module):
         self.v_up = param(normal(rngs, (h, a.v_head_dim, c), std), "heads", "head_dim", "kv_lora")
         self.out = param(normal(rngs, (h, a.v_head_dim, d), std), "heads", "head_dim", "embed")
         self.config = a
-        self.cache_format, self.mixed = config.cache_format, config.mixed
+        self.cache_format, self.rope_format, self.mixed = (
+            config.cache_format,
+            config.rope_format,
+            config.mixed,
+        )
+        codebook = get_format(pool_format(config, config.cache_format)).codebook
+        self.codebook = param(jnp.asarray(GAUSSIAN_CODEBOOK), "codebook", kind=Codebook) if codebook else None
         self.dtype = jnp.dtype(config.dtype)
         self.scale = softmax_scale(a)
 
@@ -116,17 +128,17 @@ class MLA(nnx.Module):
     def _naive(self, q_nope, q_rope, latent, rope, segment_ids) -> Float[Array, "b q h v"]:
         q = jnp.concatenate([q_nope, q_rope.astype(self.dtype)], axis=-1)
         if self.cache_format != "mixed":
-            k, v = self._expanded(get_format(self.cache_format), latent, rope)
+            k, v = self._expanded(get_format(self.cache_format, self.rope_format), latent, rope)
             return attention(q, k, v, segment_ids, scale=self.scale)
-        hot, cold = (
-            self._expanded(get_format(name), latent, rope) for name in (self.mixed.hot, self.mixed.cold)
-        )
+        hot = self._expanded(get_format(self.mixed.hot), latent, rope)
+        cold = self._expanded(get_format(self.mixed.cold, self.rope_format), latent, rope)
         out, _ = tiered_attention(q, hot, cold, segment_ids, scale=self.scale, config=self.mixed)
         return out
 
     def _expanded(self, fmt: Format, latent, rope) -> tuple[Float[Array, "b k h n"], Float[Array, "b k h v"]]:
         """Keys and values of all heads, from what a cache of that format would hand back."""
-        latent, rope = fmt.simulate(latent, rope)
+        codebook = self.codebook[...] if self.codebook is not None and fmt.codebook else None
+        latent, rope = fmt.simulate(latent, rope, codebook)
         latent = (latent * self.kv_norm.scale[...]).astype(self.dtype)
         k_nope = jnp.einsum("bkc,hnc->bkhn", latent, self._cast(self.k_up))
         v = jnp.einsum("bkc,hvc->bkhv", latent, self._cast(self.v_up))
