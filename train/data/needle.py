@@ -25,8 +25,8 @@ from mlaflax.tokenizer import Tokenizer
 MARKER, LINK, END = "\nThe key of", " is", "."
 KEY_TOKENS, VALUE_TOKENS = 2, 2
 
-# In a piece of text to train on: one fact and two questions for so many tokens, about a quarter of them.
-TOKENS_PER_FACT, QUESTIONS_PER_FACT = 128, 2
+# In text to train on; each question is for a random fact.
+QUESTIONS_PER_FACT = 2
 # Facts are told in this first part of a piece, so that there is room to ask for the last one.
 _TOLD_WITHIN = 0.7
 # Letters of a word that is drawn; shorter entries of a vocabulary are mostly parts of words.
@@ -86,7 +86,7 @@ class NeedleTask:
           ConfigError: the vocabulary has too few words for so many keys.
         """
         require(
-            count * KEY_TOKENS <= len(self.words) and VALUE_TOKENS <= len(self.words),
+            max(count * KEY_TOKENS, VALUE_TOKENS) <= len(self.words),
             "facts",
             count,
             f"the tokenizer's {len(self.words)} words are too few for keys of {KEY_TOKENS} words each",
@@ -138,12 +138,15 @@ class NeedleTask:
             [len(self._marker) + KEY_TOKENS, len(self._link), VALUE_TOKENS, len(self._end)],
         )
 
-    def train_on(self, tokens: np.ndarray, rng: np.random.Generator) -> Told:
-        """`tokens` with as many facts and questions as its length is meant to have; short text has none."""
-        count = len(tokens) // TOKENS_PER_FACT
+    def train_on(self, tokens: np.ndarray, count: int, rng: np.random.Generator) -> Told:
+        """`tokens` with `count` new facts and twice as many questions about them."""
         facts = self.facts(count, rng)
-        asked = [facts[i] for i in rng.integers(0, count, count * QUESTIONS_PER_FACT)] if count else []
+        asked = [facts[i] for i in rng.integers(0, count, count * QUESTIONS_PER_FACT)]
         return self.insert(tokens, facts, rng, asked)
+
+    def train_length(self, count: int) -> int:
+        """The fewest tokens that `train_on` needs for `count` facts."""
+        return count * (1 + QUESTIONS_PER_FACT) * self.statement_length
 
 
 _TEXT, _CHANCE, _ANSWER = range(3)

@@ -70,13 +70,21 @@ class NeedlePieces(Pieces):
     def __init__(self, file: TokenFile, config: DataConfig, task: NeedleTask):
         super().__init__(file, config.sequence_length, config.align)
         self._config, self._task = config, task
+        require(
+            task.train_length(config.needle_facts) <= config.sequence_length,
+            "data.needle_facts",
+            config.needle_facts,
+            f"does not fit data.sequence_length ({config.sequence_length}): facts and questions take "
+            f"{task.train_length(1)} tokens for each",
+        )
 
     def _piece(self, index: int, window: np.ndarray) -> np.ndarray:
         config, count = self._config, len(window) - 1
         rng = np.random.default_rng([config.seed, index])
-        if rng.random() >= config.needle_share:
+        facts = config.needle_facts * count // config.sequence_length
+        if rng.random() >= config.needle_share or not facts:
             return super()._piece(index, window)
-        told = self._task.train_on(window, rng)
+        told = self._task.train_on(window, facts, rng)
         role = np.where(told.predictable[1:], _LEARNED, _SEEN)
         positions = np.arange(count)
         if config.position_span:
@@ -207,6 +215,7 @@ class PreparedData:
             "data.seed": config.seed,
             "data.align": config.align,
             "data.needle_share": config.needle_share,
+            "data.needle_facts": config.needle_facts,
             "data.position_span": config.position_span,
             "host_index": host_index,
             "host_count": host_count,
@@ -221,14 +230,18 @@ class PreparedData:
     ) -> Iterator[Batch]:
         """The held-out text, once, always in the same order; rows of padding fill the last batch.
 
-        Batches are as those of `train_iterator`, without needles and skips of positions. Every token of a held-out document but its first is a target
-        exactly once over all hosts; all hosts give equally many batches.
+        Batches are as those of `train_iterator`, without needles and skips of positions. Every token of a
+        held-out document but its first is a target exactly once over all hosts; all hosts give equally many
+        batches.
         """
         require(batch_size > 0, "batch_size", batch_size, "must be greater than 0")
         require(sequence_length > 0, "sequence_length", sequence_length, "must be greater than 0")
         align = self.config.align
         require(
-            sequence_length % align == 0, "sequence_length", sequence_length, f"must be a multiple of {align}"
+            sequence_length % align == 0,
+            "sequence_length",
+            sequence_length,
+            f"must be a multiple of data.align ({align})",
         )
         local = _share(batch_size, host_index, host_count)
         # Shuffled, so that the first batches are a fair sample: neighbours in a corpus are alike.
