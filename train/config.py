@@ -66,15 +66,18 @@ class CheckpointConfig:
       directory: of the run: checkpoints, metrics, plots. A run that is there already is resumed.
       interval: steps between checkpoints; the last step is always saved.
       keep: checkpoints to keep, the newest ones.
+      initial: directory of a run whose newest weights this one begins with; the optimiser starts afresh.
     """
 
     directory: str = "runs/unnamed"
     interval: int = 100
     keep: int = 2
+    initial: str | None = None
 
     def __post_init__(self):
         require_types(self, "checkpoint.")
         require(bool(self.directory), "checkpoint.directory", self.directory, "must name a directory")
+        require(self.initial != "", "checkpoint.initial", self.initial, "must name a directory, or be none")
         require_positive(self, "checkpoint.", "interval", "keep")
 
 
@@ -161,6 +164,8 @@ class TrainConfig:
         require(
             length <= longest, "data.sequence_length", length, f"must not exceed model.max_length ({longest})"
         )
+        span = self.data.position_span
+        require(span <= longest, "data.position_span", span, f"must not exceed model.max_length ({longest})")
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         require(rows % parts == 0, "optimizer.accumulation", parts, f"must divide data.batch_size ({rows})")
         warmup = self.optimizer.warmup_steps

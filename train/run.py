@@ -84,6 +84,8 @@ def open_run(config: TrainConfig, terminal: Terminal) -> Iterator[Run]:
             batches.set_state(meta["data"])
         else:
             state, start, meta = steps.init(), 0, {}
+            if config.checkpoint.initial:
+                state = _initial(config.checkpoint.initial, steps, data.tokenizer, state, terminal)
             for note in checkpoints.notes:
                 terminal.say(note)
         try:
@@ -100,6 +102,28 @@ def _restore(steps: Steps, checkpoints: Checkpoints, terminal: Terminal) -> tupl
         terminal.say(note)
     terminal.say(f"resumed from step {found.step} in {checkpoints.directory}")
     return TrainState(**found.trees["model"], **found.trees["training"]), found.step, found.meta
+
+
+def _initial(
+    directory: str, steps: Steps, tokenizer: Tokenizer, fresh: TrainState, terminal: Terminal
+) -> TrainState:
+    """`fresh` with the newest weights and expert biases of the run in `directory`."""
+    shapes = steps.shapes
+    try:
+        with Checkpoints(directory, read_only=True) as checkpoints:
+            saved = read_tokenizer(directory)
+            if saved is None or saved.fingerprint != tokenizer.fingerprint:
+                raise CheckpointError(
+                    f"its tokenizer is {'missing' if saved is None else 'another one than the data gives'}; "
+                    "data.tokenizer must name the one these weights were trained with"
+                )
+            found = checkpoints.restore({"model": {"params": shapes.params, "state": shapes.state}})
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.initial = {directory!r}: {error}") from None
+    for note in found.notes:
+        terminal.say(note)
+    terminal.say(f"begun with the weights of step {found.step} in {directory}")
+    return fresh._replace(**found.trees["model"])
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

@@ -18,7 +18,14 @@ class DataConfig:
         entries as the model's vocabulary.
       sequence_length: tokens in a row.
       batch_size: rows in a batch, over all hosts together.
-      seed: order of the documents; each epoch has its own.
+      align: pieces of documents start at multiples of it in a row, padded to them; the pages of a
+        mixed cache are 128 tokens of a document.
+      needle_share: the part of the pieces into which facts and questions about them are put.
+      needle_facts: facts in such a piece of `sequence_length` tokens, with two questions for each; shorter
+        pieces have fewer, in proportion.
+      position_span: positions skip in pieces with needles, so that rope sees distances up to this
+        many tokens in short rows (arXiv:2309.10400); 0 for none.
+      seed: order of the documents, each epoch having its own, and needles.
       held_out_fraction: the part of the text, in whole documents, that is never trained on.
       max_documents: keep the first so many documents; 0 keeps all.
       prefetch: batches made ahead by a thread; 0 makes each when it is asked for.
@@ -31,6 +38,10 @@ class DataConfig:
     tokenizer: str | None = None
     sequence_length: int = 512
     batch_size: int = 16
+    align: int = 1
+    needle_share: float = 0.0
+    needle_facts: int = 16
+    position_span: int = 0
     seed: int = 0
     held_out_fraction: float = 0.04
     max_documents: int = 0
@@ -40,7 +51,29 @@ class DataConfig:
     def __post_init__(self):
         require(not isinstance(self.paths, str), "data.paths", self.paths, "must be a tuple of paths")
         require_types(self, "data.")
-        require_positive(self, "data.", "sequence_length", "batch_size")
+        require_positive(self, "data.", "sequence_length", "batch_size", "align", "needle_facts")
+        require(
+            self.sequence_length % self.align == 0,
+            "data.sequence_length",
+            self.sequence_length,
+            f"must be a multiple of data.align ({self.align})",
+        )
+        require(
+            0 <= self.needle_share <= 1, "data.needle_share", self.needle_share, "must lie between 0 and 1"
+        )
+        span = self.position_span
+        require(
+            span == 0 or span >= self.sequence_length,
+            "data.position_span",
+            span,
+            f"must be 0 or at least data.sequence_length ({self.sequence_length})",
+        )
+        require(
+            span == 0 or self.needle_share > 0,
+            "data.position_span",
+            span,
+            "needs a data.needle_share above 0: positions skip in pieces with needles",
+        )
         require(
             0 < self.held_out_fraction < 1,
             "data.held_out_fraction",

@@ -14,6 +14,7 @@ from mlaflax.config import ConfigError, require
 from mlaflax.tokenizer import Tokenizer
 from train.data import cache
 from train.data.config import DataConfig
+from train.data.needle import NeedleTask, skipped_positions
 from train.data.text import load_text
 from train.data.tokens import TokenFile, tokenize, trained_tokenizer
 
@@ -27,13 +28,14 @@ _PACKED_ROWS = 128
 class Pieces:
     """Documents cut into pieces that fit a row, by index: a Grain source.
 
-    A piece of n tokens is int32 `[n, 2]`: each token and the one after it in the document. Over all pieces
-    each token of a document but its last (the end of text) is an input once, and each but its first a target
-    once: cutting loses no target.
+    A piece of n tokens is int32 `[n, 4]`: each token, the one after it in the document, its position and its
+    role (see `_LEARNED`). Over all pieces each token of a document but its last (the end of text) is an input
+    once, and each but its first a target once: cutting loses no target. Padding brings a piece's length to a
+    multiple of `align`, so that whatever follows it in a row starts at one.
     """
 
-    def __init__(self, file: TokenFile, length: int):
-        self._tokens = file.tokens
+    def __init__(self, file: TokenFile, length: int, align: int = 1):
+        self._tokens, self._align = file.tokens, align
         first, last = file.offsets[:-1], file.offsets[1:] - 1
         counts = (last - first + length - 1) // length
         document = np.repeat(np.arange(len(counts)), counts)
@@ -47,25 +49,71 @@ class Pieces:
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         i = int(index)
         window = self._tokens[self.start[i] : self.stop[i] + 1].astype(np.int32)
-        return {"pair": np.stack([window[:-1], window[1:]], axis=1)}
+        return {"piece": self._piece(i, window)}
+
+    def _piece(self, index: int, window: np.ndarray) -> np.ndarray:
+        count = len(window) - 1
+        return self._padded(window, np.arange(count), np.full(count, _LEARNED))
+
+    def _padded(self, window: np.ndarray, positions: np.ndarray, role: np.ndarray) -> np.ndarray:
+        piece = np.stack([window[:-1], window[1:], positions, role], axis=1).astype(np.int32)
+        return np.pad(piece, ((0, -len(piece) % self._align), (0, 0)))
+
+
+class NeedlePieces(Pieces):
+    """Pieces a part of which carry needles, and whose positions skip; see `train.data.needle`.
+
+    Which ones they are, and what is in them, follows from `config.seed` and the piece alone: the same in every
+    epoch and on any number of hosts.
+    """
+
+    def __init__(self, file: TokenFile, config: DataConfig, task: NeedleTask):
+        super().__init__(file, config.sequence_length, config.align)
+        self._config, self._task = config, task
+        require(
+            task.train_length(config.needle_facts) <= config.sequence_length,
+            "data.needle_facts",
+            config.needle_facts,
+            f"does not fit data.sequence_length ({config.sequence_length}): facts and questions take "
+            f"{task.train_length(1)} tokens for each",
+        )
+
+    def _piece(self, index: int, window: np.ndarray) -> np.ndarray:
+        config, count = self._config, len(window) - 1
+        rng = np.random.default_rng([config.seed, index])
+        facts = config.needle_facts * count // config.sequence_length
+        if rng.random() >= config.needle_share or not facts:
+            return super()._piece(index, window)
+        told = self._task.train_on(window, facts, rng)
+        role = np.where(told.predictable[1:], _LEARNED, _SEEN)
+        positions = np.arange(count)
+        if config.position_span:
+            positions = skipped_positions(count, config.position_span, config.align, rng)
+        return self._padded(told.tokens, positions, role)
+
+
+# Roles of a token in a piece or row; packing fills the ends of rows with 0, too.
+_PADDING, _SEEN, _LEARNED = range(3)
 
 
 def _to_batch(packed: dict[str, np.ndarray]) -> Batch:
-    pair, segments = packed["pair"], packed["pair_segment_ids"].astype(np.int32)
-    return {
-        "tokens": np.ascontiguousarray(pair[..., 0]),
-        "targets": np.ascontiguousarray(pair[..., 1]),
-        "positions": packed["pair_positions"].astype(np.int32),
+    tokens, targets, positions, role = np.moveaxis(packed["piece"], -1, 0)
+    segments = np.where(role == _PADDING, 0, packed["piece_segment_ids"])
+    batch = {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
         "segment_ids": segments,
-        "loss_mask": (segments > 0).astype(np.int32),
+        "loss_mask": role == _LEARNED,
     }
+    return {name: np.ascontiguousarray(array, np.int32) for name, array in batch.items()}
 
 
 def _rows(pieces: grain.MapDataset, length: int, seed: int) -> grain.IterDataset:
     # Reading is a copy from mapped memory: reader threads would cost more than they save.
     source = pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return experimental.FirstFitPackIterDataset(
-        source, length_struct={"pair": length}, num_packing_bins=_PACKED_ROWS, seed=seed, shuffle_bins=True
+        source, length_struct={"piece": length}, num_packing_bins=_PACKED_ROWS, seed=seed, shuffle_bins=True
     )
 
 
@@ -137,7 +185,7 @@ class PreparedData:
 
         A batch holds int32 arrays `[b, q]`: `tokens`; `targets`, the next token of the same document;
         `positions`, from 0 in each piece of a document; `segment_ids`, 1, 2, ... by piece, 0 for padding;
-        `loss_mask`, 1 where there is a target.
+        `loss_mask`, 1 where there is a target and it was not drawn at random for a needle.
 
         Raises:
           ConfigError: if the rows or pieces cannot be shared among the hosts, or `state` is of other data.
@@ -145,7 +193,10 @@ class PreparedData:
         config = self.config
         local = _share(config.batch_size, host_index, host_count)
         seed = int.from_bytes(hashlib.sha256(f"order {config.seed}".encode()).digest()[:4], "little")
-        pieces = Pieces(self.train, config.sequence_length)
+        if config.needle_share:
+            pieces = NeedlePieces(self.train, config, NeedleTask(self.tokenizer))
+        else:
+            pieces = Pieces(self.train, config.sequence_length, config.align)
         require(
             len(pieces) >= host_count,
             "host_count",
@@ -162,6 +213,10 @@ class PreparedData:
             "data.sequence_length": config.sequence_length,
             "data.batch_size": config.batch_size,
             "data.seed": config.seed,
+            "data.align": config.align,
+            "data.needle_share": config.needle_share,
+            "data.needle_facts": config.needle_facts,
+            "data.position_span": config.position_span,
             "host_index": host_index,
             "host_count": host_count,
         }
@@ -175,14 +230,22 @@ class PreparedData:
     ) -> Iterator[Batch]:
         """The held-out text, once, always in the same order; rows of padding fill the last batch.
 
-        Batches are as those of `train_iterator`. Every token of a held-out document but its first is a target
-        exactly once over all hosts; all hosts give equally many batches.
+        Batches are as those of `train_iterator`, without needles and skips of positions. Every token of a
+        held-out document but its first is a target exactly once over all hosts; all hosts give equally many
+        batches.
         """
         require(batch_size > 0, "batch_size", batch_size, "must be greater than 0")
         require(sequence_length > 0, "sequence_length", sequence_length, "must be greater than 0")
+        align = self.config.align
+        require(
+            sequence_length % align == 0,
+            "sequence_length",
+            sequence_length,
+            f"must be a multiple of data.align ({align})",
+        )
         local = _share(batch_size, host_index, host_count)
         # Shuffled, so that the first batches are a fair sample: neighbours in a corpus are alike.
-        source = grain.MapDataset.source(Pieces(self.held_out, sequence_length)).shuffle(seed=0)
+        source = grain.MapDataset.source(Pieces(self.held_out, sequence_length, align)).shuffle(seed=0)
         dataset = (
             _rows(source, sequence_length, seed=0).batch(batch_size, drop_remainder=False).map(_to_batch)
         )
