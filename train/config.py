@@ -131,6 +131,8 @@ class TrainConfig:
       loss_chunk: positions times vocabulary entries whose logits exist at a time; bounds memory.
       target: an n-gram model of the training text ("bigram" interpolated, "trigram" Kneser-Ney)
         to beat on held-out text: training stops when it does, and fails when it never does.
+      quantize_from: steps after which the training graph rounds latents as `model.cache_format` says; until then
+        it reads them as they are.
       tensorboard: write TensorBoard files.
       profile: write a jax.profiler trace of a few steps.
       compilation_cache: keep compiled programs in ~/.cache/mlaflax for the next start.
@@ -149,6 +151,7 @@ class TrainConfig:
     max_nonfinite_steps: int = 10
     loss_chunk: int = 1 << 24
     target: Target = "none"
+    quantize_from: int = 0
     tensorboard: bool = True
     profile: bool = False
     compilation_cache: bool = True
@@ -157,7 +160,7 @@ class TrainConfig:
         require_types(self)
         require_positive(self, "", "steps", "log_interval", "max_nonfinite_steps", "loss_chunk")
         require_choice("target", self.target, Target)
-        for name in ("seed", "eval_interval", "eval_batches"):
+        for name in ("seed", "eval_interval", "eval_batches", "quantize_from"):
             value = getattr(self, name)
             require(value >= 0, name, value, "must be 0 or more")
         length, longest = self.data.sequence_length, self.model.max_length
@@ -166,6 +169,13 @@ class TrainConfig:
         )
         span = self.data.position_span
         require(span <= longest, "data.position_span", span, f"must not exceed model.max_length ({longest})")
+        page, align = self.model.mixed.page, self.data.align
+        require(
+            self.model.cache_format != "mixed" or align % page == 0,
+            "data.align",
+            align,
+            f"must be a multiple of model.mixed.page ({page}): the mixed cache's pages begin where documents do",
+        )
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         require(rows % parts == 0, "optimizer.accumulation", parts, f"must divide data.batch_size ({rows})")
         warmup = self.optimizer.warmup_steps

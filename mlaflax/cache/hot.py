@@ -29,7 +29,7 @@ class Pages(NamedTuple):
     pool: Mapping[str, Array]
     block_table: Int[Array, "b p"]
     page_pos: Int[Array, "b p"]
-    mask: Bool[Array, "b p t"] | None
+    mask: Bool[Array, "b p t"] | None = None
 
 
 def empty_pages(parts: Mapping[str, Part], pages: int, page_size: int) -> dict[str, Array]:

@@ -167,15 +167,14 @@ class Engine:
         per_slot = -(-max_length // self._page_size)
         pool_tokens = config.cache_tokens or config.max_sequences * per_slot * self._page_size
         self._pages = PageAllocator(-(-pool_tokens // self._page_size))
+        needs_codebook = get_format(pool_format(model.config, config.cache_format)).codebook
         self._cache_shape = {
             "format": config.cache_format,
             "num_sequences": config.max_sequences,
             "max_length": max_length,
             "num_pages": self._pages.num_pages,
             "rope_format": config.rope_format,
-            "codebook": model.codebooks()
-            if get_format(pool_format(model.config, config.cache_format)).codebook
-            else None,
+            "codebook": model.codebooks() if needs_codebook else None,
         }
         self._model_config = model.config
         self._state = self._empty_state()

@@ -192,10 +192,11 @@ class MLA(nnx.Module):
         def attend(hot: HotTier, page, q_nope, q_rope, entry, positions, valid):
             """Queries of one page per sequence; the first is the page's first if all of the page is at hand."""
             hot = hot.begin_page(layer, positions[:, 0], valid[:, 0])
-            hot = hot.append(layer, *entry, positions, valid)
+            hot = hot.append(layer, entry[0], entry[1], positions, valid)
             q_pos = jnp.where(valid, positions, -1)
             near = hot.pages(layer, page)
-            far = Pages(pool, table, *hot.reads_cold(layer, page, page_pos))
+            far_pos, unkept = hot.reads_cold(layer, page, page_pos)
+            far = Pages(pool, table, far_pos, unkept)
             heads, lse = self._attend(q_nope, q_rope, q_pos, (near, hot.format), (far, cache.format))
             if hot.config.salient:
                 every = hot.config.probe_stride if length > 1 else 1
@@ -203,9 +204,9 @@ class MLA(nnx.Module):
                 hot = hot.measure(layer, page, probing, q_pos[:, ::every], lse[:, ::every], self.scale)
             return hot, heads
 
-        arrays = q_nope, q_rope, entry, tokens.positions, tokens.valid
         if length == 1:
-            hot, heads = attend(cache.hot, tokens.positions[:, 0] // size, *arrays)
+            page = tokens.positions[:, 0] // size
+            hot, heads = attend(cache.hot, page, q_nope, q_rope, entry, tokens.positions, tokens.valid)
             return heads, hot
 
         # Positions count up from the first valid token on.
@@ -218,11 +219,13 @@ class MLA(nnx.Module):
             index = (page * size - start)[:, None] + jnp.arange(size)
             inside = (index >= 0) & (index < length)
             take = jnp.clip(index, 0, length - 1)
-            *taken, _, valid = jax.tree.map(
-                lambda x: jnp.take_along_axis(x, take.reshape(*take.shape, *[1] * (x.ndim - 2)), axis=1),
-                arrays,
-            )
-            hot, out = attend(hot, page, *taken, start[:, None] + index, valid & inside)
+
+            def of_page(x: Array) -> Array:
+                return jnp.take_along_axis(x, take.reshape(*take.shape, *[1] * (x.ndim - 2)), axis=1)
+
+            q_n, q_r, valid = of_page(q_nope), of_page(q_rope), of_page(tokens.valid) & inside
+            these = of_page(entry[0]), of_page(entry[1])
+            hot, out = attend(hot, page, q_n, q_r, these, start[:, None] + index, valid)
             index = jnp.where(inside, index, length)
             return hot, heads.at[jnp.arange(b)[:, None], index].set(out, mode="drop")
 

@@ -7,7 +7,7 @@ pass takes the choices as they were made.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +64,10 @@ def tiered_attention(
     def heads_first(x: Array) -> Array:
         return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
 
-    q, hot, cold = jax.tree.map(heads_first, (q, tuple(hot), tuple(cold)))
+    q, hot_k, hot_v, cold_k, cold_v = (heads_first(x) for x in (q, *hot, *cold))
     segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
-    out, kept = _tiered(q, hot, cold, segment_ids, scale, config)
+    results: Any = _tiered(q, (hot_k, hot_v), (cold_k, cold_v), segment_ids, scale, config)
+    out, kept = results
     return jnp.swapaxes(out[:, :, :length], 1, 2), kept[: -(-length // config.page)]
 
 
