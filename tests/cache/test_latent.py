@@ -146,7 +146,7 @@ def test_a_codebook_is_gaussian_where_none_is_given_and_a_copy_of_one_that_is():
         (
             "bf16/fp8",
             None,
-            "rope_format = 'fp8': goes with cache_format 'fp8', 'int8', 'fp4', 'nuq4' only, not 'bf16'",
+            "rope_format = 'fp8': goes with cache_format 'fp8', 'int8', 'fp4', 'nuq4', 'mixed' only, not 'bf16'",
         ),
     ],
 )
