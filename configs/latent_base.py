@@ -20,8 +20,8 @@ config = dataclasses.replace(
     data=dataclasses.replace(demo_hour.config.data, sequence_length=2048, batch_size=2, align=128, seed=1),
     optimizer=OptimizerConfig(learning_rate=2e-3, schedule="wsd", warmup_steps=50, decay_fraction=0.0),
     checkpoint=CheckpointConfig(directory="runs/latent_base", interval=100, initial="runs/demo_hour"),
-    steps=480,
-    eval_interval=120,
+    steps=200,
+    eval_interval=50,
     eval_batches=16,
     target="none",
 )

@@ -17,6 +17,6 @@ config = dataclasses.replace(
     optimizer=OptimizerConfig(
         learning_rate=2e-3, schedule="wsd", warmup_steps=20, decay_fraction=1.0, final_ratio=0.02
     ),
-    checkpoint=CheckpointConfig(directory="runs/latent_control", interval=100, initial="runs/latent_base"),
-    steps=800,
+    checkpoint=CheckpointConfig(directory="runs/latent_control", interval=50, initial="runs/latent_base"),
+    steps=300,
 )

@@ -15,5 +15,5 @@ from train.config import CheckpointConfig
 config = dataclasses.replace(
     latent_control.config,
     model=dataclasses.replace(latent_control.config.model, cache_format="mixed", mixed=MixedConfig()),
-    checkpoint=CheckpointConfig(directory="runs/latent_qat", interval=100, initial="runs/latent_base"),
+    checkpoint=CheckpointConfig(directory="runs/latent_qat", interval=50, initial="runs/latent_base"),
 )
