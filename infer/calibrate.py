@@ -79,7 +79,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     for layer, found in enumerate(latents):
         with terminal.working(f"fitting layer {layer + 1} of {len(latents)}"):
             fit_to, measure_on = (found[half::2].reshape(-1, c) for half in (0, 1))
-            levels.append(fit_codebook(fit_to))
+            levels.append(fit_codebook(jnp.asarray(fit_to)))
             losses.append(
                 {
                     "fp4": lost(measure_on, "fp4"),
@@ -88,7 +88,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
                 }
             )
     notes = {"step": loaded.step, "rows": rows, "context": context, "text": arguments.text or "training text"}
-    path = save_codebooks(arguments.checkpoint, np.stack(levels), kv_lora_rank=c, notes=notes)
+    path = save_codebooks(arguments.checkpoint, jnp.asarray(np.stack(levels)), kv_lora_rank=c, notes=notes)
     if arguments.json:
         print(json.dumps({"codebook": str(path), **notes, "nmse": losses}))
     else:

@@ -209,9 +209,9 @@ class Transformer(nnx.Module):
         for layers, rows in ((model.dense_layers, levels[:dense]), (model.moe_layers, levels[dense:])):
             if isinstance(layers, nnx.List):
                 for layer, row in zip(layers, rows, strict=True):
-                    layer.attn.codebook = param(row, "codebook", kind=Codebook)
+                    layer.attn.codebook = nnx.data(param(row, "codebook", kind=Codebook))
             elif layers is not None:
-                layers.attn.codebook = param(rows, "layers", "codebook", kind=Codebook)
+                layers.attn.codebook = nnx.data(param(rows, "layers", "codebook", kind=Codebook))
         return model
 
     def rotated(self) -> "Transformer":
