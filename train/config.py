@@ -172,13 +172,18 @@ class TrainConfig:
         )
         span = self.data.position_span
         require(span <= longest, "data.position_span", span, f"must not exceed model.max_length ({longest})")
-        page, align = self.model.mixed.page, self.data.align
-        require(
-            self.model.cache_format != "mixed" or align % page == 0,
-            "data.align",
-            align,
-            f"must be a multiple of model.mixed.page ({page}): the mixed cache's pages begin where documents do",
-        )
+        if self.model.cache_format == "mixed":
+            page, align = self.model.mixed.page, self.data.align
+            if align == 1:
+                # So that `--model.cache-format mixed` alone is enough.
+                object.__setattr__(self, "data", dataclasses.replace(self.data, align=page))
+            else:
+                require(
+                    align % page == 0,
+                    "data.align",
+                    align,
+                    f"must be a multiple of model.mixed.page ({page}): the mixed cache's pages begin where documents do",
+                )
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         require(rows % parts == 0, "optimizer.accumulation", parts, f"must divide data.batch_size ({rows})")
         warmup = self.optimizer.warmup_steps
