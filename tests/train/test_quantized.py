@@ -1,4 +1,4 @@
-"""Training with the cache's rounding in its graph: from the first step, from a given one, or from another run's weights."""
+"""Training with the cache's rounding in its graph: from the start, from a given step, or from another run's weights."""
 
 import dataclasses
 import json
