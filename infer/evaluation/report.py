@@ -1,0 +1,155 @@
+"""Results as tables for a person, and as files: report.md, report.json and plots."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+
+from infer.evaluation import plots
+from mlaflax.files import write_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+      title: one line.
+      headings: of the columns; the first one is left-aligned.
+      rows: cells.
+      notes: sentences below it: what was measured on what.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def rendered(self) -> RichTable:
+        table = RichTable(
+            title=self.title,
+            caption="\n".join(self.notes) or None,
+            title_justify="left",
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        for i, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if i else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", "| " + " | ".join(self.headings) + " |"]
+        lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(self.headings) - 1)]) + "|")
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *self.notes, ""])
+
+
+def plain(value: Any) -> Any:
+    """The same as strict JSON: what is no number is null."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """A table for each suite that was run."""
+    return [t for suite, make in _TABLES.items() if suite in result for t in make(result)]
+
+
+def write(directory: pathlib.Path, result: dict[str, Any]) -> list[pathlib.Path]:
+    """Write report.md, report.json and the plots into `directory`; each is whole or not there.
+
+    Returns:
+      The files written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    files = plots.write(directory, result)
+    pictures = "".join(f"![{f.stem}]({f.name})\n" for f in files)
+    formats = ", ".join(result["variants"])
+    head = (
+        f"# What the cache's rounding costs: {result['checkpoint']}, step {result['step']}\n\n"
+        f"Text: {result['text']}. Caches: {formats}. Status: {result['status']}.\n"
+    )
+    body = "\n".join(table.markdown() for table in tables(result))
+    for name, content in (
+        ("report.md", f"{head}\n{body}\n{pictures}"),
+        ("report.json", json.dumps(plain(result), ensure_ascii=False, indent=1) + "\n"),
+    ):
+        write_whole(directory / name, content)
+        files.append(directory / name)
+    return files
+
+
+def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
+    """A number for a cell: - where there is none, a word where it is no number."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:{'+' if sign else ''}.{digits}f}"
+
+
+def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
+    return number(value, digits, sign=True) + ("" if error is None else f" ±{number(error, digits)}")
+
+
+def _ppl_tables(result: dict[str, Any]) -> list[Table]:
+    found = result["ppl"]
+    made = []
+    for scope, title in (
+        ("all", "Perplexity, all tokens"),
+        ("far", f"Perplexity, tokens after at least {found['far_from']} others"),
+    ):
+        rows = []
+        for name, values in found["variants"].items():
+            if scope not in values:
+                continue
+            here, real = values[scope], values[scope]["real_cache"]
+            rows.append([
+                name,
+                number(result["variants"][name]["bytes_per_token"], 0),
+                number(here["perplexity"], 3),
+                with_error(here["perplexity_change_percent"], here["perplexity_change_error"]),
+                "-" if real is None else with_error(real["perplexity_change_percent"], real["perplexity_change_error"]),
+                f"{here['kl']:.2e}" if math.isfinite(here["kl"]) else "not finite",
+                number(100 * here["top1_agreement"], 2),
+                number(100 * values["cold_share"]["mean"], 1) if "cold_share" in values else "-",
+            ])  # fmt: skip
+        if not rows:
+            continue
+        sample = found["variants"][found["baseline"]][scope]
+        notes = [
+            f"{sample['tokens']:,} tokens of {sample['documents']} documents ({found['rows']} rows of "
+            f"{found['context']:,} tokens); changes against {found['baseline']} of the same weights, in percent, "
+            "± standard error clustered by document; simulated: training graph; real: appended to the cache.",
+        ]
+        if scope == "all":
+            apart = {
+                n: v["real_minus_simulated"]
+                for n, v in found["variants"].items()
+                if "real_minus_simulated" in v
+            }
+            if apart:
+                worst = max(apart, key=lambda n: abs(apart[n]["mean_nll_difference"]))
+                notes.append(
+                    f"Real cache and simulation differ by at most {abs(apart[worst]['mean_nll_difference']):.1e} "
+                    f"nats per token in the mean ({worst})."
+                )
+        headings = ["cache", "bytes", "ppl", "simulated %", "real %", "KL", "top-1 %", "cold %"]
+        made.append(Table(title, headings, rows, notes))
+    return made
+
+
+_TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {"ppl": _ppl_tables}
