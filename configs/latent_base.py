@@ -1,52 +1,27 @@
-"""A DeepSeek-shaped base model that reads English and finds facts again over 16 thousand tokens, on two CPU cores.
+"""The base of the experiments on cache formats: demo_hour goes on at a context of 2048 tokens, for ten minutes.
 
+    python -m train demo_hour
     python -m train latent_base
 
-TODO
+Begins with the weights of runs/demo_hour and reads the same text in rows of 2048 tokens. The learning rate stays up:
+`latent_qat` and `latent_control` go on from here and bring it down, one with the mixed cache's rounding in its
+training graph and one without.
 """
 
-from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig
-from train.config import CheckpointConfig, OptimizerConfig, TrainConfig
-from train.data import DataConfig
+import dataclasses
 
-config = TrainConfig(
-    model=ModelConfig(
-        vocab_size=1024,
-        num_layers=5,
-        hidden_size=256,
-        mlp_size=768,
-        max_length=32_768,
-        attention=AttentionConfig(
-            num_heads=4,
-            q_lora_rank=0,
-            kv_lora_rank=128,
-            qk_nope_head_dim=48,
-            qk_rope_head_dim=16,
-            v_head_dim=48,
-        ),
-        moe=MoEConfig(
-            num_experts=16,
-            num_shared_experts=1,
-            top_k=2,
-            expert_size=160,
-            first_dense=1,
-            score="sigmoid",
-            bias_step=2e-3,
-            sequence_loss=1e-4,
-        ),
-    ),
-    data=DataConfig(
-        corpus="english",
-        held_out_fraction=0.1,
-        sequence_length=2048,
-        batch_size=1,
-        align=128,
-        needle_share=0.7,
-        position_span=20_480,
-    ),
-    optimizer=OptimizerConfig(learning_rate=2e-3, schedule="wsd", warmup_steps=100, decay_fraction=0.0),
-    checkpoint=CheckpointConfig(directory="runs/latent_base", interval=100),
-    steps=1500,
-    eval_interval=250,
+from configs import demo_hour
+from train.config import CheckpointConfig, OptimizerConfig
+
+config = dataclasses.replace(
+    demo_hour.config,
+    model=dataclasses.replace(demo_hour.config.model, max_length=65_536),
+    # Documents begin at pages of the mixed cache, so that the branches see the same rows.
+    data=dataclasses.replace(demo_hour.config.data, sequence_length=2048, batch_size=2, align=128, seed=1),
+    optimizer=OptimizerConfig(learning_rate=2e-3, schedule="wsd", warmup_steps=50, decay_fraction=0.0),
+    checkpoint=CheckpointConfig(directory="runs/latent_base", interval=100, initial="runs/demo_hour"),
+    steps=480,
+    eval_interval=120,
     eval_batches=16,
+    target="none",
 )

@@ -21,7 +21,8 @@ GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
 CacheFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "mixed"]
 HotFormat = Literal["f32", "bf16", "fp8", "int8"]
-ColdFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4"]
+ColdFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "none"]
+SalienceRule = Literal["attention", "random"]
 RopeFormat = Literal["bf16", "fp8"]
 SCALED_FORMATS: tuple[CacheFormat, ...] = (
     "fp8",
@@ -291,11 +292,12 @@ class MixedConfig:
 
     Attributes:
       hot: 8-bit format of the window, the sinks and the salient tokens.
-      cold: 4-bit format of the rest.
+      cold: 4-bit format of the rest; "none" deletes it, which only the training graph can, to tell what it is worth.
       page: tokens in a page; of the cache's pages, too.
       window: tokens before a query's own page that it reads in 8 bits; a multiple of `page`.
       sinks: tokens at the beginning of a sequence that stay in 8 bits.
       salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get.
+      choose: what makes a token salient: "attention", or "random" as a control.
       probe_stride: queries at multiples of this position measure attention; must divide `page`.
     """
 
@@ -305,6 +307,7 @@ class MixedConfig:
     window: int = 128
     sinks: int = 4
     salient: int = 60
+    choose: SalienceRule = "attention"
     probe_stride: int = 8
 
     def __post_init__(self):
@@ -312,6 +315,7 @@ class MixedConfig:
         require_types(self, p)
         require_choice(p + "hot", self.hot, HotFormat)
         require_choice(p + "cold", self.cold, ColdFormat)
+        require_choice(p + "choose", self.choose, SalienceRule)
         require_positive(self, p, "page", "probe_stride")
         for name in ("window", "sinks", "salient"):
             value = getattr(self, name)
@@ -407,6 +411,11 @@ class ModelConfig:
             self.moe.first_dense,
             f"must not exceed num_layers ({self.num_layers})",
         )
+
+    @property
+    def uses_codebook(self) -> bool:
+        """Whether the training graph rounds to the levels of a codebook."""
+        return (self.mixed.cold if self.cache_format == "mixed" else self.cache_format) == "nuq4"
 
     @property
     def num_dense_layers(self) -> int:

@@ -19,7 +19,7 @@ and float8 arrays instead.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,7 +33,8 @@ from mlaflax.config import require, require_cache_format
 FP8_GROUP = 128
 FP8_MAX = 448.0  # largest finite e4m3fn; a cast from above 464 gives NaN, so values are clamped first
 INT8_GROUP = 32
-FP4_MAX = 6.0  # largest e2m1
+_E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_MAX = _E2M1_LEVELS[-1]
 BLOCK = 16  # dims that share a scale in the 4-bit formats
 CODEBOOK_SIZE = 16
 
@@ -215,21 +216,27 @@ def from_e4m3_bits(bits: Array) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint32) | sign, jnp.float32)
 
 
+def _e2m1_passed(magnitude: Array) -> Iterator[Array]:
+    """For each code from 1 on, whether a magnitude rounds to its level or above (ties to even codes)."""
+    for code in range(1, len(_E2M1_LEVELS)):
+        middle = (_E2M1_LEVELS[code - 1] + _E2M1_LEVELS[code]) / 2
+        yield magnitude > middle if code % 2 else magnitude >= middle
+
+
 def round_to_e2m1(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The nearest e2m1 number (ties to even), saturating at 6."""
     magnitude = jnp.abs(x)
-    step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
-    inverse = jnp.where(magnitude < 2, 2.0, jnp.where(magnitude < 4, 1.0, 0.5))
-    return jnp.copysign(jnp.minimum(jnp.round(magnitude * inverse) * step, FP4_MAX), x)
+    value = jnp.zeros_like(magnitude)
+    for level, passed in zip(_E2M1_LEVELS[1:], _e2m1_passed(magnitude), strict=True):
+        value = jnp.where(passed, level, value)
+    return jnp.where(x < 0, -value, value)
 
 
 def to_e2m1_codes(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     """Round float32 to float4 e2m1fn (nearest, ties to even), saturating at 6; codes from 0 to 15."""
-    bits = lax.bitcast_convert_type(round_to_e2m1(x), jnp.uint32)
-    magnitude = lax.bitcast_convert_type(bits & 0x7FFFFFFF, jnp.float32)
-    # From 1 on, exponent and mantissa's first bit are the code, but for the exponents' biases, 127 and 1.
-    code = jnp.where(magnitude < 1, (2 * magnitude).astype(jnp.uint32), (bits >> 22 & 0x1FF) - 252)
-    return (code | (bits >> 31 << 3)).astype(jnp.uint8)
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 31 << 3).astype(jnp.uint8)
+    passed = (p.astype(jnp.uint8) for p in _e2m1_passed(jnp.abs(x)))
+    return functools.reduce(jnp.add, passed) | sign
 
 
 def from_e2m1_codes(codes: Array) -> Float[Array, "..."]:

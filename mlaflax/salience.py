@@ -31,6 +31,9 @@ def salience(
     # Probes at multiples of `stride`, from `index` on and before the page: the page begins at one of them.
     probes = page[:, None] * (config.page // stride) - (index + stride - 1) // stride
     worth = mass / jnp.maximum(probes, 1)
+    if config.choose == "random":
+        # A number of the token's own (Fibonacci hashing, Knuth 6.4), so that a choice once made can last.
+        worth = (index.astype(jnp.uint32) * jnp.uint32(2654435769) >> 8).astype(jnp.float32)
     worth = jnp.where(index < config.sinks, jnp.inf, worth)
     return jnp.where(index >= 0, worth, -jnp.inf)
 

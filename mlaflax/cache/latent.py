@@ -22,7 +22,9 @@ def default_page_size(config: ModelConfig, format: str) -> int:
 
 def pool_format(config: ModelConfig, format: str) -> str:
     """The number format of the pages of a cache of that format: the cold one of `mixed`."""
-    return config.mixed.cold if format == "mixed" else format
+    name = config.mixed.cold if format == "mixed" else format
+    require(name != "none", "mixed.cold", name, "only simulates: a cache must hold its cold tokens")
+    return name
 
 
 @functools.partial(

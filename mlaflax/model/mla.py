@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.cache import HotTier, LatentCache, Pages
-from mlaflax.cache.latent import pool_format
 from mlaflax.config import ModelConfig
 from mlaflax.formats import GAUSSIAN_CODEBOOK, Format, get_format
 from mlaflax.model.layers import RMSNorm, normal, rms_normalize
@@ -75,8 +74,8 @@ class MLA(nnx.Module):
             config.rope_format,
             config.mixed,
         )
-        codebook = get_format(pool_format(config, config.cache_format)).codebook
-        self.codebook = param(jnp.asarray(GAUSSIAN_CODEBOOK), "codebook", kind=Codebook) if codebook else None
+        levels = jnp.asarray(GAUSSIAN_CODEBOOK)
+        self.codebook = param(levels, "codebook", kind=Codebook) if config.uses_codebook else None
         self.dtype = jnp.dtype(config.dtype)
         self.scale = softmax_scale(a)
 
@@ -131,7 +130,9 @@ class MLA(nnx.Module):
             k, v = self._expanded(get_format(self.cache_format, self.rope_format), latent, rope)
             return attention(q, k, v, segment_ids, scale=self.scale)
         hot = self._expanded(get_format(self.mixed.hot), latent, rope)
-        cold = self._expanded(get_format(self.mixed.cold, self.rope_format), latent, rope)
+        cold = None
+        if self.mixed.cold != "none":
+            cold = self._expanded(get_format(self.mixed.cold, self.rope_format), latent, rope)
         out, _ = tiered_attention(q, hot, cold, segment_ids, scale=self.scale, config=self.mixed)
         return out
 

@@ -62,7 +62,7 @@ def teacher_forced(model, tokens, monkeypatch, served=None) -> Forced:
     def run(tokens, served):
         exact, stored = [], []
 
-        def simulate(fmt, latent, rope):
+        def simulate(fmt, latent, rope, codebook):
             parts = fmt.pack(latent, rope)
             exact.append(latent[0])
             stored.append({name: part[0] for name, part in parts.items()})

@@ -172,13 +172,13 @@ def test_only_a_nuq4_model_has_codebooks_and_the_training_graph_uses_them(model)
     assert trees["state"]["moe_layers"]["attn"]["codebook"].shape == (2, 16)
     assert "codebook" not in trees["params"]["moe_layers"]["attn"]
 
-    before = run(model, tokens(1, 20)).hidden
+    before = run(model, tokens(1, 20))[0]
     for x in layers:
         x.attn.codebook[...] = x.attn.codebook[...] * jnp.linspace(0.5, 1, 16)
-    after = run(model, tokens(1, 20)).hidden
+    after = run(model, tokens(1, 20))[0]
     assert np.abs(after - before).max() > 1e-3
     np.testing.assert_array_equal(model.unstacked().codebooks(), model.codebooks())
     cache = LatentCache.create(config, "nuq4", num_sequences=1, max_length=128, codebook=model.codebooks())
-    served = run(model, tokens(1, 20), cache=cache).hidden
+    served = run(model, tokens(1, 20), cache=cache)[0]
     # A code at a boundary may fall on its other side, and later layers follow it.
     assert np.abs(served - after).mean() < 0.1 * np.abs(served - before).mean()

@@ -27,7 +27,7 @@ _wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def tiered_attention(
     q: Float[Array, "b q h n"],
     hot: tuple[Float[Array, "b q h n"], Float[Array, "b q h v"]],
-    cold: tuple[Float[Array, "b q h n"], Float[Array, "b q h v"]],
+    cold: tuple[Float[Array, "b q h n"], Float[Array, "b q h v"]] | None,
     segment_ids: Int[Array, "b q"],
     *,
     scale: float,
@@ -42,7 +42,7 @@ def tiered_attention(
 
     Args:
       q: queries.
-      hot, cold: keys and values, one head each per query head.
+      hot, cold: keys and values, one head each per query head; without `cold`, all but the hot ones are unseen.
       segment_ids: of queries and keys alike; 0 is padding, which sees nothing and gets 0.
       scale: the softmax scale, applied once, here.
 
@@ -53,7 +53,7 @@ def tiered_attention(
     Raises:
       ValueError: shapes that do not belong together.
     """
-    for k, v in (hot, cold):
+    for k, v in (hot, cold or hot):
         if q.shape != k.shape or v.shape[:3] != q.shape[:3] or segment_ids.shape != q.shape[:2]:
             raise ValueError(
                 f"q {q.shape}, k {k.shape}, v {v.shape} and segment_ids {segment_ids.shape} do not belong together"
@@ -64,9 +64,10 @@ def tiered_attention(
     def heads_first(x: Array) -> Array:
         return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
 
-    q, hot_k, hot_v, cold_k, cold_v = (heads_first(x) for x in (q, *hot, *cold))
+    q, hot_k, hot_v = (heads_first(x) for x in (q, *hot))
+    far = None if cold is None else tuple(heads_first(x) for x in cold)
     segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
-    results: Any = _tiered(q, (hot_k, hot_v), (cold_k, cold_v), segment_ids, scale, config)
+    results: Any = _tiered(q, (hot_k, hot_v), far, segment_ids, scale, config)
     out, kept = results
     return jnp.swapaxes(out[:, :, :length], 1, 2), kept[: -(-length // config.page)]
 
@@ -194,9 +195,11 @@ def _forward(q, hot, cold, segment_ids, scale, config: MixedConfig):
         special = rows.kept(page, kept) if config.kept else None
         if special is not None:
             running = add(running, special)
-        out, lse = lax.fori_loop(
-            0, rows.cold_blocks(page), lambda j, r: add(r, rows.cold_block(page, j, kept)), running
-        ).end()
+        if cold is not None:
+            running = lax.fori_loop(
+                0, rows.cold_blocks(page), lambda j, r: add(r, rows.cold_block(page, j, kept)), running
+            )
+        out, lse = running.end()
         # Padding sees nothing. An endless sum makes its weights, and so its gradients, 0.
         lse = jnp.where(jnp.isfinite(lse), lse, -NOTHING)
 
@@ -272,6 +275,10 @@ def _backward(scale, config: MixedConfig, residuals, cotangents):
         hot_page, (zeros(q), *map(zeros, hot)), jnp.arange(pages, dtype=jnp.int32)
     )
 
+    d_hot = dk_hot.astype(hot[0].dtype), dv_hot.astype(hot[1].dtype)
+    if cold is None:
+        return dq.astype(q.dtype), d_hot, None, None
+
     def cold_keys(dq, block):
         def queries(page, carry):
             dq, dk, dv = carry
@@ -287,7 +294,7 @@ def _backward(scale, config: MixedConfig, residuals, cotangents):
     d_cold = tuple(
         jnp.moveaxis(d, 0, 2).reshape(x.shape).astype(x.dtype) for d, x in zip(d_cold, cold, strict=True)
     )
-    return dq.astype(q.dtype), (dk_hot.astype(hot[0].dtype), dv_hot.astype(hot[1].dtype)), d_cold, None
+    return dq.astype(q.dtype), d_hot, d_cold, None
 
 
 _tiered.defvjp(_forward, _backward)
