@@ -15,6 +15,7 @@ python -m infer evaluate --checkpoint runs/demo --suites ppl --formats fp8 --for
 import dataclasses
 import json
 import pathlib
+import sys
 import typing
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ import tyro
 from rich.console import Console
 
 from infer.cli import Terminal, nearest
-from infer.evaluation import ppl, report
+from infer.evaluation import needle, ppl, report
 from infer.evaluation.text import Text, held_out_text, rows_of
 from infer.evaluation.variants import Variant, far_from, parse_variants
 from mlaflax.checkpoint import (
@@ -35,9 +36,11 @@ from mlaflax.checkpoint import (
 )
 from mlaflax.config import ConfigError, ModelConfig, require, require_positive
 from mlaflax.runtime import interrupt_signal
+from train.data.needle import NeedleTask
 
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
 Suite = Literal["ppl", "needle", "fidelity", "speed"]
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
 SUITES: tuple[str, ...] = typing.get_args(Suite)
 
 
@@ -54,6 +57,9 @@ class Arguments:
       context: tokens in a row of text.
       max_rows: rows to read; 0 for all there are.
       max_documents: documents to take rows from; 0 for all.
+      lengths: tokens of a text with needles, question included; repeatable. Those beyond the model's are left out.
+      depths: places for a needle in a text, evenly spread.
+      trials: texts of each length.
       report: directory for report.md, report.json and plots.
       seed: of the choice of rows, and of needles.
       step: training step of the checkpoint.
@@ -72,6 +78,14 @@ class Arguments:
     context: int = 2048
     max_rows: int = 32
     max_documents: int = 0
+    lengths: Annotated[
+        tyro.conf.UseAppendAction[tuple[int, ...]],
+        tyro.conf.arg(
+            metavar="INT", help_behavior_hint=f"(repeatable; default: {' '.join(map(str, LENGTHS))})"
+        ),
+    ] = ()
+    depths: int = 10
+    trials: int = 4
     report: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     seed: int = 0
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the newest)")] = (
@@ -86,7 +100,9 @@ class Arguments:
                 raise ConfigError(f"suites = {name!r}: no such suite; {nearest(name, SUITES)}")
         for name in self.text:
             require(bool(name) and "\0" not in name, "text", name, "must name a file")
-        require_positive(self, "", "context")
+        require_positive(self, "", "context", "depths", "trials")
+        for length in self.lengths:
+            require(length > 0, "lengths", length, "must be greater than 0")
         for name in ("max_rows", "max_documents", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
         require(self.report is None or bool(self.report), "report", self.report, "must name a directory")
@@ -137,7 +153,8 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     if arguments.json:
         print(json.dumps(report.plain(result), ensure_ascii=False), flush=True)
     else:
-        console = Console()
+        # Wide enough for the tables where there is no terminal to tell.
+        console = Console(width=None if sys.stdout.isatty() else 120)
         for table in report.tables(result):
             console.print(table.rendered())
     if interrupted:
@@ -158,6 +175,8 @@ def check(arguments: Arguments, suites: list[str], variants: list[Variant], conf
         arguments.context,
         f"must not exceed model.max_length ({limit})",
     )
+    if "needle" in suites:
+        needle_lengths(arguments, config)
     if "ppl" in suites or "fidelity" in suites:
         far_from(variants, arguments.context)
 
@@ -176,4 +195,28 @@ def _ppl(
         return ppl.measure(loaded.model, variants, rows, advance=advance)
 
 
-_SUITES = {"ppl": _ppl}
+def needle_lengths(arguments: Arguments, config: ModelConfig) -> list[int]:
+    """The lengths asked for, those beyond the model's own left out.
+
+    Raises:
+      ConfigError: none is left.
+    """
+    asked = arguments.lengths or LENGTHS
+    fitting = [n for n in dict.fromkeys(sorted(asked)) if n <= config.max_length]
+    require(bool(fitting), "lengths", min(asked), f"must not exceed model.max_length ({config.max_length})")
+    return fitting
+
+
+def _needle(
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
+) -> dict[str, Any]:
+    assert loaded.tokenizer is not None
+    task = NeedleTask(loaded.tokenizer)
+    lengths = needle_lengths(arguments, loaded.config)
+    stacks = needle.haystacks(task, text, lengths, arguments.depths, arguments.trials, arguments.seed)
+    readers = {v.name: needle.CacheReader(loaded.model, v, max(lengths)) for v in variants if v.served}
+    with terminal.progress("needles", needle.steps(stacks, len(readers))) as advance:
+        return needle.measure(readers, task, stacks, advance)
+
+
+_SUITES = {"ppl": _ppl, "needle": _needle}

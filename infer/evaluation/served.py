@@ -45,12 +45,12 @@ class Served:
         self._graph, self._weights = nnx.split(serving)
 
     def prefill(
-        self, tokens: np.ndarray, length: int | None = None
+        self, tokens: np.ndarray, length: int | None = None, *, keep: bool = True
     ) -> tuple[Float[np.ndarray, "b q d"], LatentCache]:
         """Append `tokens` int32 `[b, q]` to an empty cache that has room for `length` tokens.
 
         Returns:
-          What the head takes, of every position, on the host; and the cache.
+          What the head takes, of every position (`keep`) or of the last chunk's, on the host; and the cache.
         """
         b, q = tokens.shape
         cache = self._variant.cache(self._model, length or q, num_sequences=b)
@@ -60,7 +60,8 @@ class Served:
             count = here.shape[1]
             here = np.pad(here, ((0, 0), (0, self._chunk - count)))
             out, cache = _append(self._graph, self._weights, cache, here, np.int32(start), np.int32(count))
-            hidden.append(np.asarray(out[:, :count]))
+            if keep or start + count == q:
+                hidden.append(np.asarray(out[:, :count]))
         return np.concatenate(hidden, axis=1), cache
 
     def look(self, cache: LatentCache, tokens: np.ndarray, start: int) -> Any:

@@ -58,7 +58,7 @@ class Variant:
     @property
     def served(self) -> bool:
         """Whether a real cache can hold it; some are only for the training graph to simulate."""
-        return not self.tiered or self.mixed.cold in typing.get_args(CacheFormat)
+        return not self.tiered or self.mixed.cold != "none"
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration with this cache.

@@ -68,7 +68,9 @@ def test_what_is_refused(spelled, sentence):
 
 def test_latents_that_do_not_fit():
     odd = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, kv_lora_rank=48))
-    with pytest.raises(ConfigError, match=r"formats = 'fp4': attention\.kv_lora_rank = 48: must be a multiple"):
+    with pytest.raises(
+        ConfigError, match=r"formats = 'fp4': attention\.kv_lora_rank = 48: must be a multiple"
+    ):
         parse_variant("fp4", odd)
 
 
