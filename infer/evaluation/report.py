@@ -157,24 +157,33 @@ def _needle_tables(result: dict[str, Any]) -> list[Table]:
     lengths = list(next(iter(found["variants"].values()))["lengths"])
     rows = []
     for name, values in found["variants"].items():
-        outside = values["outside"]
+        cold, whole = values["cold"], values["all_cold"]
         rows.append([
             name,
             f"{values['hits']}/{values['trials']}",
             *(number(100 * values["lengths"][length]["hit_rate"], 0) for length in lengths),
             f"{values['lost']} of {values['baseline_found']}",
-            "-" if outside is None else f"{outside['hits']}/{outside['needles']}",
-            "-" if outside is None else f"{outside['lost']} of {outside['baseline_found']}",
+            *("-" if c is None else f"{c['hits']}/{c['needles']}" for c in (cold, whole)),
+            "-" if cold is None else f"{cold['lost']} of {cold['baseline_found']}",
         ])  # fmt: skip
     measured = found["chance"]["measured"]
     notes = [
         f"{found['trials_per_depth']} texts of each length with {len(found['depths'])} needles each; columns of "
-        f"lengths in percent. lost: found with {found['baseline']}, not with this cache. outside: needles that the "
-        "question reads in 4 bits in every layer, no token of them in the window, a sink or salient. Asked for what "
+        f"lengths in percent. lost: found with {found['baseline']}, not with this cache. cold: needles whose "
+        "answer is read in 4 bits in every layer, no token of it in the window, a sink or salient; all cold: the same "
+        "of the whole statement. Asked for what "
         f"no text tells: {100 * sum(measured.values()) / len(measured):.1f} % (a guess: "
         f"{100 * found['chance']['computed']:.4f} %).",
     ]
-    headings = ["cache", "hits", *(f"{length:,}" for length in lengths), "lost", "outside", "lost outside"]
+    headings = [
+        "cache",
+        "hits",
+        *(f"{length:,}" for length in lengths),
+        "lost",
+        "cold",
+        "all cold",
+        "lost cold",
+    ]
     return [Table("Needles found", headings, rows, notes)]
 
 
