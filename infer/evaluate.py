@@ -23,9 +23,9 @@ import tyro
 from rich.console import Console
 
 from infer.cli import Terminal, nearest
-from infer.evaluation import needle, ppl, report
+from infer.evaluation import fidelity, needle, ppl, report, speed
 from infer.evaluation.text import Text, held_out_text, rows_of
-from infer.evaluation.variants import Variant, far_from, parse_variants
+from infer.evaluation.variants import Variant, far_from, parse_variant, parse_variants
 from mlaflax.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -41,6 +41,7 @@ from train.data.needle import NeedleTask
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
 Suite = Literal["ppl", "needle", "fidelity", "speed"]
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
+SPEED_CONTEXT = 4096
 SUITES: tuple[str, ...] = typing.get_args(Suite)
 
 
@@ -60,6 +61,7 @@ class Arguments:
       lengths: tokens of a text with needles, question included; repeatable. Those beyond the model's are left out.
       depths: places for a needle in a text, evenly spread.
       trials: texts of each length.
+      speed_context: tokens in the cache while decoding is timed; default 4096, or as many as the model takes.
       report: directory for report.md, report.json and plots.
       seed: of the choice of rows, and of needles.
       step: training step of the checkpoint.
@@ -86,6 +88,9 @@ class Arguments:
     ] = ()
     depths: int = 10
     trials: int = 4
+    speed_context: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 4096, or the model's)")
+    ] = None
     report: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     seed: int = 0
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the newest)")] = (
@@ -175,6 +180,14 @@ def check(arguments: Arguments, suites: list[str], variants: list[Variant], conf
         arguments.context,
         f"must not exceed model.max_length ({limit})",
     )
+    if "speed" in suites:
+        context = arguments.speed_context or limit
+        require(
+            speed.TOKENS < context <= limit,
+            "speed_context",
+            context,
+            f"must be above {speed.TOKENS} and not exceed model.max_length ({limit})",
+        )
     if "needle" in suites:
         needle_lengths(arguments, config)
     if "ppl" in suites or "fidelity" in suites:
@@ -219,4 +232,29 @@ def _needle(
         return needle.measure(readers, task, stacks, advance)
 
 
-_SUITES = {"ppl": _ppl, "needle": _needle}
+def _fidelity(
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
+) -> dict[str, Any]:
+    rows = rows_of(
+        text,
+        arguments.context,
+        max_rows=min(arguments.max_rows or fidelity.ROWS, fidelity.ROWS),
+        max_documents=arguments.max_documents,
+        seed=arguments.seed,
+    )
+    with terminal.progress("fidelity", fidelity.steps(loaded.model, rows)) as advance:
+        return fidelity.measure(loaded.model, variants, rows, advance)
+
+
+def _speed(
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
+) -> dict[str, Any]:
+    context = arguments.speed_context or min(SPEED_CONTEXT, loaded.config.max_length)
+    timed = [v for v in variants if v.served]
+    if "f32" not in (v.name for v in timed):
+        timed.insert(0, parse_variant("f32", loaded.config))
+    with terminal.progress("speed", speed.steps(timed)) as advance:
+        return speed.measure(loaded.model, timed, context, advance)
+
+
+_SUITES = {"ppl": _ppl, "needle": _needle, "fidelity": _fidelity, "speed": _speed}

@@ -187,7 +187,58 @@ def _needle_tables(result: dict[str, Any]) -> list[Table]:
     return [Table("Needles found", headings, rows, notes)]
 
 
+def _fidelity_tables(result: dict[str, Any]) -> list[Table]:
+    found = result["fidelity"]
+    layers = found["layers"]
+    note = f"{found['rows']} rows of {found['context']:,} tokens, exact activations"
+    queries = f"queries from position {found['queries_from']:,} on"
+
+    def by_layer(title: str, columns: Sequence[str], cell: Callable[[dict, str], str], said: str) -> Table:
+        rows = [[str(i + 1), *(cell(layer, name) for name in columns)] for i, layer in enumerate(layers)]
+        return Table(title, ["layer", *columns], rows, [said])
+
+    def exponent(value: float) -> str:
+        return f"{value:.1e}" if math.isfinite(value) else "not finite"
+
+    made = [
+        by_layer(
+            "Relative squared error of the latents", list(layers[0]["latent"]),
+            lambda layer, name: exponent(layer["latent"][name]["latent"]), f"{note}.",
+        ),
+        by_layer(
+            "Relative squared error of attention's output", list(layers[0]["attention"]),
+            lambda layer, name: exponent(layer["attention"][name]), f"{note}; {queries}.",
+        ),
+    ]  # fmt: skip
+    for name, first in layers[0]["tiers"].items():
+        rows = [
+            [str(i + 1)]
+            + [number(100 * share, 1) for share in layer["mass"][name].values()]
+            + [exponent(error) for error in layer["tiers"][name].values()]
+            for i, layer in enumerate(layers)
+        ]
+        headings = ["layer", *(f"{s} %" for s in layers[0]["mass"][name]), *(f"{t} only" for t in first)]
+        said = f"{note}; {queries}. Attention that each tier gets; error with that tier alone rounded."
+        made.append(Table(f"Tiers of {name}", headings, rows, [said]))
+    return made
+
+
+def _speed_tables(result: dict[str, Any]) -> list[Table]:
+    found = result["speed"]
+    rows = [
+        [name, *(number(values.get(key), 2) for key in ("tokens_per_second", "of_f32", "of_bf16"))]
+        for name, values in found["variants"].items()
+    ]
+    said = (
+        f"One sequence of {found['context']:,} tokens; medians of {found['rounds']} rounds of "
+        f"{found['tokens_per_round']} tokens, the caches taking turns; ratios within a round."
+    )
+    return [Table("Decoding", ["cache", "tokens/s", "of f32", "of bf16"], rows, [said])]
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ppl": _ppl_tables,
     "needle": _needle_tables,
+    "fidelity": _fidelity_tables,
+    "speed": _speed_tables,
 }
