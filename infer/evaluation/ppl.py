@@ -85,6 +85,13 @@ def steps(rows: Rows, variants: Sequence[Variant]) -> int:
     return -(-len(rows.tokens) // _batch(rows)) * len(variants)
 
 
+class Collected(NamedTuple):
+    """Scores of every target, float64 `[rows, context - 1]`, by variant; those of the real cache where it was read."""
+
+    simulated: dict[str, Scores]
+    cached: dict[str, Scores]
+
+
 def measure(
     model: Transformer,
     variants: Sequence[Variant],
@@ -94,7 +101,21 @@ def measure(
     real_cache: bool = True,
     advance: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Perplexity of every variant on the rows, and what it is beside the baseline's.
+    """Perplexity of every variant on the rows, and what it is beside the baseline's; arguments as `collect`."""
+    found = collect(model, variants, rows, chunk=chunk, real_cache=real_cache, advance=advance)
+    return summary(variants, rows, found)
+
+
+def collect(
+    model: Transformer,
+    variants: Sequence[Variant],
+    rows: Rows,
+    *,
+    chunk: int = CHUNK,
+    real_cache: bool = True,
+    advance: Callable[[str], None] = lambda _: None,
+) -> Collected:
+    """Score every variant on the rows beside the baseline.
 
     Args:
       variants: the first one is the baseline.
@@ -125,19 +146,14 @@ def measure(
                 base_cached = states if base_cached is None else base_cached
                 cached[variant.name].append(_take(score(*head, base_cached, states, tokens), count))
             advance(variant.name)
-    joined = {name: _joined(parts) for name, parts in simulated.items()}
-    joined_cached = {name: _joined(parts) for name, parts in cached.items()}
-    _require_numbers(joined[variants[0].name].nll)
-    return summary(variants, rows, joined, joined_cached)
+    found = Collected(*({name: _joined(parts) for name, parts in x.items()} for x in (simulated, cached)))
+    _require_numbers(found.simulated[variants[0].name].nll)
+    return found
 
 
-def summary(
-    variants: Sequence[Variant],
-    rows: Rows,
-    simulated: dict[str, Scores],
-    cached: dict[str, Scores],
-) -> dict[str, Any]:
+def summary(variants: Sequence[Variant], rows: Rows, found: Collected) -> dict[str, Any]:
     """Means and changes from per-token scores; the first variant is the baseline."""
+    simulated, cached = found
     context = rows.tokens.shape[1]
     far = far_from(variants, context)
     scopes = {"all": slice(0, None)} | ({} if far is None else {"far": slice(far, None)})
