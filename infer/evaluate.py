@@ -17,14 +17,14 @@ import json
 import pathlib
 import sys
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from rich.console import Console
 
 from infer.cli import Terminal, nearest
 from infer.evaluation import fidelity, needle, ppl, report, speed
-from infer.evaluation.text import Text, held_out_text, rows_of
+from infer.evaluation.text import Rows, Text, held_out_text, rows_of
 from infer.evaluation.variants import Variant, far_from, parse_variant, parse_variants
 from mlaflax.checkpoint import (
     CheckpointError,
@@ -36,6 +36,7 @@ from mlaflax.checkpoint import (
 )
 from mlaflax.config import ConfigError, ModelConfig, require, require_positive
 from mlaflax.runtime import interrupt_signal
+from mlaflax.tokenizer import Tokenizer
 from train.data.needle import NeedleTask
 
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -126,6 +127,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
             f"{arguments.checkpoint} holds no tokenizer.json, so text means nothing to its model"
         )
     text = held_out_text(arguments.checkpoint, tokenizer, arguments.text, terminal.say)
+    material = gather(arguments, suites, config, tokenizer, text)
     with terminal.working(f"loading {arguments.checkpoint}"):
         loaded = load_model(arguments.checkpoint, arguments.step)
 
@@ -148,7 +150,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     interrupted = None
     try:
         for suite in suites:
-            result[suite] = _SUITES[suite](arguments, loaded, variants, text, terminal)
+            result[suite] = _SUITES[suite](arguments, loaded, variants, material, terminal)
     except KeyboardInterrupt as error:
         interrupted = interrupt_signal(error)
         result["status"] = "interrupted"
@@ -194,60 +196,83 @@ def check(arguments: Arguments, suites: list[str], variants: list[Variant], conf
         far_from(variants, arguments.context)
 
 
-def _ppl(
-    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
-) -> dict[str, Any]:
-    rows = rows_of(
-        text,
-        arguments.context,
-        max_rows=arguments.max_rows,
-        max_documents=arguments.max_documents,
-        seed=arguments.seed,
-    )
-    with terminal.progress("perplexity", ppl.steps(rows, variants)) as advance:
-        return ppl.measure(loaded.model, variants, rows, advance=advance)
+class Material(NamedTuple):
+    """What the suites read; None where none of them does."""
+
+    rows: Rows | None
+    task: NeedleTask | None
+    stacks: dict[int, list[needle.Haystack]]
+
+
+def gather(
+    arguments: Arguments, suites: list[str], config: ModelConfig, tokenizer: Tokenizer, text: Text
+) -> Material:
+    """Rows and texts with needles.
+
+    Raises:
+      ConfigError: the text is too short, or the tokenizer has too few words.
+    """
+    rows = task = None
+    stacks = {}
+    if "ppl" in suites or "fidelity" in suites:
+        rows = rows_of(
+            text,
+            arguments.context,
+            max_rows=arguments.max_rows,
+            max_documents=arguments.max_documents,
+            seed=arguments.seed,
+        )
+    if "needle" in suites:
+        task = NeedleTask(tokenizer)
+        lengths = needle_lengths(arguments, config)
+        stacks = needle.haystacks(task, text, lengths, arguments.depths, arguments.trials, arguments.seed)
+    return Material(rows, task, stacks)
 
 
 def needle_lengths(arguments: Arguments, config: ModelConfig) -> list[int]:
-    """The lengths asked for, those beyond the model's own left out.
+    """The lengths asked for, those beyond the model's own left out; by default the model's own if no other fits.
 
     Raises:
       ConfigError: none is left.
     """
     asked = arguments.lengths or LENGTHS
     fitting = [n for n in dict.fromkeys(sorted(asked)) if n <= config.max_length]
+    if not fitting and not arguments.lengths:
+        return [config.max_length]
     require(bool(fitting), "lengths", min(asked), f"must not exceed model.max_length ({config.max_length})")
     return fitting
 
 
-def _needle(
-    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
+def _ppl(
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], material: Material, terminal: Terminal
 ) -> dict[str, Any]:
-    assert loaded.tokenizer is not None
-    task = NeedleTask(loaded.tokenizer)
-    lengths = needle_lengths(arguments, loaded.config)
-    stacks = needle.haystacks(task, text, lengths, arguments.depths, arguments.trials, arguments.seed)
-    readers = {v.name: needle.CacheReader(loaded.model, v, max(lengths)) for v in variants if v.served}
-    with terminal.progress("needles", needle.steps(stacks, len(readers))) as advance:
-        return needle.measure(readers, task, stacks, advance)
+    rows = material.rows
+    assert rows is not None
+    with terminal.progress("perplexity", ppl.steps(rows, variants)) as advance:
+        return ppl.measure(loaded.model, variants, rows, advance=advance)
+
+
+def _needle(
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], material: Material, terminal: Terminal
+) -> dict[str, Any]:
+    assert material.task is not None
+    longest = max(material.stacks)
+    readers = {v.name: needle.CacheReader(loaded.model, v, longest) for v in variants if v.served}
+    with terminal.progress("needles", needle.steps(material.stacks, len(readers))) as advance:
+        return needle.measure(readers, material.task, material.stacks, advance)
 
 
 def _fidelity(
-    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], material: Material, terminal: Terminal
 ) -> dict[str, Any]:
-    rows = rows_of(
-        text,
-        arguments.context,
-        max_rows=min(arguments.max_rows or fidelity.ROWS, fidelity.ROWS),
-        max_documents=arguments.max_documents,
-        seed=arguments.seed,
-    )
+    rows = material.rows
+    assert rows is not None
     with terminal.progress("fidelity", fidelity.steps(loaded.model, rows)) as advance:
         return fidelity.measure(loaded.model, variants, rows, advance)
 
 
 def _speed(
-    arguments: Arguments, loaded: Loaded, variants: list[Variant], text: Text, terminal: Terminal
+    arguments: Arguments, loaded: Loaded, variants: list[Variant], material: Material, terminal: Terminal
 ) -> dict[str, Any]:
     context = arguments.speed_context or min(SPEED_CONTEXT, loaded.config.max_length)
     timed = [v for v in variants if v.served]
