@@ -60,16 +60,7 @@ QUICK = ["--context", "96", "--max-rows", "4", "--lengths", "160", "--depths", "
 
 
 def test_everything_once(made, tmp_path, capsys):
-    flags = [
-        "--formats",
-        "fp4",
-        "--formats",
-        "mixed:cold=none",
-        "--formats",
-        "mixed",
-        "--speed-context",
-        "32",
-    ]
+    flags = ["--formats", "mixed:cold=none", "--formats", "mixed", "--speed-context", "32"]
     where = tmp_path / "report"
     assert (
         main(["evaluate", "--checkpoint", str(made), *QUICK, *flags, "--report", str(where), "--json"]) == 0
