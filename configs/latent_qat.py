@@ -1,5 +1,6 @@
-"""Training with the mixed cache's rounding: latent_base goes on for 20 minutes, quantisation-aware.
+"""Training with the mixed cache's rounding: demo_hour goes on at a context of 2048 tokens, quantisation-aware.
 
+    python -m train demo_hour
     python -m train latent_qat
 
 The same steps over the same tokens as `latent_control`, but each query reads its own view of the mixed cache: 8 bits
@@ -10,10 +11,9 @@ import dataclasses
 
 from configs import latent_control
 from mlaflax.config import MixedConfig
-from train.config import CheckpointConfig
 
 config = dataclasses.replace(
     latent_control.config,
     model=dataclasses.replace(latent_control.config.model, cache_format="mixed", mixed=MixedConfig()),
-    checkpoint=CheckpointConfig(directory="runs/latent_qat", interval=100, initial="runs/latent_base"),
+    checkpoint=dataclasses.replace(latent_control.config.checkpoint, directory="runs/latent_qat"),
 )

@@ -32,6 +32,7 @@ from mlaflax.runtime import (  # noqa: E402
 COMMANDS = {
     "generate": "continue prompts with text",
     "evaluate": "what the cache's rounding costs: perplexity, needles, fidelity, speed",
+    "calibrate": "fit the codebooks of the format nuq4 to the model's latents",
     "table": "bytes of this model's cache in every format, beside MHA and GQA of its shape",
 }
 

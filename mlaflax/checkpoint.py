@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from mlaflax import codebook
 from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
 from mlaflax.files import write_whole
 from mlaflax.model.transformer import Transformer
@@ -323,6 +324,9 @@ class Checkpoints:
 def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
     """The model saved in `directory`, its tokenizer and configuration; no optimiser state is read.
 
+    A `codebook.json` beside it, as `python -m infer calibrate` writes it, gives the model its codebooks unless it was
+    trained with some.
+
     Args:
       step: default: the newest one.
       mesh: where the parameters go; default: the first local device.
@@ -336,7 +340,24 @@ def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh
         found = checkpoints.restore({"model": blueprint.shapes}, step)
     for note in found.notes:
         logging.getLogger("mlaflax").warning("%s", note)
-    return Loaded(blueprint.build(**found.trees["model"]), read_tokenizer(directory), config, found.step)
+    model = blueprint.build(**found.trees["model"])
+    if model.codebooks() is None and (pathlib.Path(directory) / codebook.FILE_NAME).exists():
+        model = model.with_codebooks(jnp.asarray(read_codebooks(directory, config)))
+    return Loaded(model, read_tokenizer(directory), config, found.step)
+
+
+def read_codebooks(directory: str | os.PathLike, config: ModelConfig) -> np.ndarray:
+    """The levels in `codebook.json`, float32 `[layers, 16]`.
+
+    Raises:
+      CheckpointError: the file cannot be read, is damaged, or belongs to another model or version.
+    """
+    try:
+        return codebook.load_codebooks(
+            directory, num_layers=config.num_layers, kv_lora_rank=config.attention.kv_lora_rank
+        )
+    except (ConfigError, OSError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 # --- config.json and tokenizer.json --------------------------------------------------------------------------

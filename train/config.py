@@ -67,12 +67,15 @@ class CheckpointConfig:
       interval: steps between checkpoints; the last step is always saved.
       keep: checkpoints to keep, the newest ones.
       initial: directory of a run whose newest weights this one begins with; the optimiser starts afresh.
+      rotate_latents: rotate the latents of these weights first, which changes nothing but what is stored and so
+        what rounding loses (`mlaflax.model.rotation`).
     """
 
     directory: str = "runs/unnamed"
     interval: int = 100
     keep: int = 2
     initial: str | None = None
+    rotate_latents: bool = False
 
     def __post_init__(self):
         require_types(self, "checkpoint.")

@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mlaflax.cache import LatentCache
-from mlaflax.config import ModelConfig, Remat
+from mlaflax.config import ModelConfig, Remat, require
 from mlaflax.formats import CODEBOOK_SIZE
 from mlaflax.model.layers import RMSNorm, SwiGLU, normal
-from mlaflax.model.mla import MLA, Tokens
+from mlaflax.model.mla import MLA, Codebook, Tokens
 from mlaflax.model.moe import MoE, MoEStats
 from mlaflax.model.rope import rope_tables
+from mlaflax.model.rotation import rotate_latents
 from mlaflax.sharding import param, state_shardings
 
 
@@ -193,6 +194,32 @@ class Transformer(nnx.Module):
                     return None
                 rows.append(jnp.reshape(layer.attn.codebook[...], (-1, CODEBOOK_SIZE)))
         return jnp.concatenate(rows)
+
+    def with_codebooks(self, levels: Float[Array, "layers 16"]) -> "Transformer":
+        """The same weights with these codebooks, dense layers first, for the format `nuq4`."""
+        model = nnx.merge(*nnx.split(self))
+        levels = jnp.asarray(levels, jnp.float32)
+        require(
+            levels.shape == (self.config.num_layers, CODEBOOK_SIZE),
+            "codebooks",
+            levels.shape,
+            f"must be of shape {(self.config.num_layers, CODEBOOK_SIZE)}",
+        )
+        dense = self.config.num_dense_layers
+        for layers, rows in ((model.dense_layers, levels[:dense]), (model.moe_layers, levels[dense:])):
+            if isinstance(layers, nnx.List):
+                for layer, row in zip(layers, rows, strict=True):
+                    layer.attn.codebook = nnx.data(param(row, "codebook", kind=Codebook))
+            elif layers is not None:
+                layers.attn.codebook = nnx.data(param(rows, "layers", "codebook", kind=Codebook))
+        return model
+
+    def rotated(self) -> "Transformer":
+        """The same function, whose latents are stored rotated; see `mlaflax.model.rotation`."""
+        graph, params, rest = nnx.split(self, nnx.Param, ...)
+        turned = rotate_latents(nnx.to_pure_dict(params), self.config.attention.kv_lora_rank)
+        nnx.replace_by_pure_dict(params, turned)
+        return nnx.merge(graph, params, rest)
 
     def simulating(self, **cache: Any) -> "Transformer":
         """The same weights, with a training graph that rounds as another cache would.

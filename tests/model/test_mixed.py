@@ -226,12 +226,12 @@ def test_bytes_are_those_of_the_arrays():
 
 
 @pytest.mark.parametrize("wrong, said", [
-    (dict(window=6), r"mixed.window = 6: must be a multiple of mixed.page \(4\)"),
-    (dict(probe_stride=3), r"mixed.probe_stride = 3: must divide mixed.page \(4\)"),
-    (dict(salient=-1), "mixed.salient = -1: must be 0 or more"),
-    (dict(hot="fp4"), "mixed.hot = 'fp4': must be one of"),
-    (dict(window=400), r"mixed.window = 400: must be below max_length \(128\)"),
-    (dict(salient=400), r"mixed.sinks \+ mixed.salient = 402: must be below max_length \(128\)"),
+    ({"window": 6}, r"mixed.window = 6: must be a multiple of mixed.page \(4\)"),
+    ({"probe_stride": 3}, r"mixed.probe_stride = 3: must divide mixed.page \(4\)"),
+    ({"salient": -1}, "mixed.salient = -1: must be 0 or more"),
+    ({"hot": "fp4"}, "mixed.hot = 'fp4': must be one of"),
+    ({"window": 400}, r"mixed.window = 400: must be below max_length \(128\)"),
+    ({"salient": 400}, r"mixed.sinks \+ mixed.salient = 402: must be below max_length \(128\)"),
 ])  # fmt: skip
 def test_tiers_that_cannot_be_are_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):
@@ -240,7 +240,7 @@ def test_tiers_that_cannot_be_are_refused(wrong, said):
 
 def test_a_cache_cannot_delete_its_cold_tokens():
     model, _ = make(dataclasses.replace(MIXED, cold="none"))
-    with pytest.raises(ConfigError, match="mixed.cold = 'none': only simulates"):
+    with pytest.raises(ConfigError, match=r"mixed.cold = 'none': only simulates"):
         LatentCache.create(model.config, "mixed", num_sequences=1, max_length=16)
 
 
