@@ -22,7 +22,7 @@ from rich.table import Table
 
 from infer.cli import Terminal
 from mlaflax.cache import LatentCache
-from mlaflax.cache.latent import PAGE_SIZE
+from mlaflax.cache.latent import PAGE_SIZE, default_page_size, pool_format
 from mlaflax.checkpoint import Checkpoints, read_model_config
 from mlaflax.config import CacheFormat, ConfigError, ModelConfig, require_positive
 from mlaflax.formats import get_format
@@ -60,7 +60,8 @@ class Row(NamedTuple):
 
     Attributes:
       name: as it is shown.
-      bytes_per_token: of one more token over all layers, without tables.
+      bytes_per_token: of one more token over all layers, without tables. The 8-bit copies of a mixed cache, whose
+        number does not grow with the context, count in `bytes` alone.
       bytes: of all arrays at the asked-for context.
       allocated: whether those arrays were made and measured; False where only their shapes were.
     """
@@ -103,7 +104,8 @@ def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[R
 
 def _fits(name: str, config: ModelConfig) -> bool:
     try:
-        get_format(name).parts(config.attention.kv_lora_rank, config.attention.qk_rope_head_dim)
+        fmt = get_format(pool_format(config, name))
+        fmt.parts(config.attention.kv_lora_rank, config.attention.qk_rope_head_dim)
     except ConfigError:
         return False
     return True
@@ -127,8 +129,9 @@ def _measure(name: str, config: ModelConfig, context: int, sequences: int, kind:
     allocated = expected <= ALLOCATE_UP_TO
     measured = _nbytes(create(context)) if allocated else expected
     # Tables take 4 bytes a page: what a page adds beyond its tokens.
-    page = _nbytes(_shapes(create, 2 * PAGE_SIZE)) - _nbytes(_shapes(create, PAGE_SIZE)) - 4 * sequences
-    return Row(name, page / (PAGE_SIZE * sequences), measured, allocated)
+    tokens = default_page_size(config, kind) if isinstance(kind, str) else PAGE_SIZE
+    page = _nbytes(_shapes(create, 2 * tokens)) - _nbytes(_shapes(create, tokens)) - 4 * sequences
+    return Row(name, page / (tokens * sequences), measured, allocated)
 
 
 def _shapes(create: Callable[[int], Any], context: int) -> Any:

@@ -88,8 +88,8 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "b q d"], LatentCache | None]:
         """Attend within the segments of `x`, or, with a cache, append to layer `layer` of it and attend to it."""
         x = x.astype(self.dtype)
-        q_nope, q_rope = self._queries(x, tokens)
-        latent, rope = self._entry(x, tokens)
+        q_nope, q_rope = self.queries(x, tokens)
+        latent, rope = self.entry(x, tokens)
         if cache is None:
             with jax.named_scope("naive_attention"):
                 heads = self._naive(q_nope, q_rope, latent, rope, tokens.segment_ids)
@@ -108,7 +108,8 @@ class MLA(nnx.Module):
     def _cast(self, weight: nnx.Param) -> Array:
         return weight[...].astype(self.dtype)
 
-    def _queries(self, x: Array, tokens: Tokens) -> tuple[Float[Array, "b q h n"], Float[Array, "b q h r"]]:
+    def queries(self, x: Array, tokens: Tokens) -> tuple[Float[Array, "b q h n"], Float[Array, "b q h r"]]:
+        """Queries of all heads, without position and rotated; `x` is of the layer's dtype."""
         a = self.config
         if a.q_lora_rank:
             q = jnp.einsum("bql,lhn->bqhn", self.q_norm(x @ self._cast(self.q_down)), self._cast(self.q_up))
@@ -117,7 +118,7 @@ class MLA(nnx.Module):
         q_nope, q_rope = jnp.split(q, [a.qk_nope_head_dim], axis=-1)
         return q_nope, apply_rope(q_rope, tokens.cos, tokens.sin, a.rope.convention)
 
-    def _entry(self, x: Array, tokens: Tokens) -> tuple[Float[Array, "b q c"], Float[Array, "b q r"]]:
+    def entry(self, x: Array, tokens: Tokens) -> tuple[Float[Array, "b q c"], Float[Array, "b q r"]]:
         """What the cache keeps of each token, float32, unrounded."""
         a = self.config
         latent, rope = jnp.split(x @ self._cast(self.kv_down), [a.kv_lora_rank], axis=-1)
@@ -127,16 +128,16 @@ class MLA(nnx.Module):
     def _naive(self, q_nope, q_rope, latent, rope, segment_ids) -> Float[Array, "b q h v"]:
         q = jnp.concatenate([q_nope, q_rope.astype(self.dtype)], axis=-1)
         if self.cache_format != "mixed":
-            k, v = self._expanded(get_format(self.cache_format, self.rope_format), latent, rope)
+            k, v = self.expanded(get_format(self.cache_format, self.rope_format), latent, rope)
             return attention(q, k, v, segment_ids, scale=self.scale)
-        hot = self._expanded(get_format(self.mixed.hot), latent, rope)
+        hot = self.expanded(get_format(self.mixed.hot), latent, rope)
         cold = None
         if self.mixed.cold != "none":
-            cold = self._expanded(get_format(self.mixed.cold, self.rope_format), latent, rope)
+            cold = self.expanded(get_format(self.mixed.cold, self.rope_format), latent, rope)
         out, _ = tiered_attention(q, hot, cold, segment_ids, scale=self.scale, config=self.mixed)
         return out
 
-    def _expanded(self, fmt: Format, latent, rope) -> tuple[Float[Array, "b k h n"], Float[Array, "b k h v"]]:
+    def expanded(self, fmt: Format, latent, rope) -> tuple[Float[Array, "b k h n"], Float[Array, "b k h v"]]:
         """Keys and values of all heads, from what a cache of that format would hand back."""
         codebook = self.codebook[...] if self.codebook is not None and fmt.codebook else None
         latent, rope = fmt.simulate(latent, rope, codebook)
