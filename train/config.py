@@ -182,7 +182,7 @@ class TrainConfig:
                     align % page == 0,
                     "data.align",
                     align,
-                    f"must be a multiple of model.mixed.page ({page}): pages of the mixed cache begin where documents do",
+                    f"must be a multiple of model.mixed.page ({page}), as the cache's pages begin where documents do",
                 )
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         require(rows % parts == 0, "optimizer.accumulation", parts, f"must divide data.batch_size ({rows})")
