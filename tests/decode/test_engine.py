@@ -110,25 +110,30 @@ def test_nothing_compiles_after_warm_up(engine):
         jax.monitoring.clear_event_listeners()
 
 
-@pytest.mark.parametrize("format", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("format", ["f32", "bf16", "fp8", "fp4", "mixed"])
 def test_the_decode_step_updates_the_pool_in_place_and_copies_none_of_it(model, format):
     engine = Engine(model, config=EngineConfig(format, max_sequences=2))
     compiled = engine.compile_decode()
-    pool = engine.cache.pool
+
+    def parts() -> list[jax.Array]:
+        hot = engine.cache.hot
+        return [*engine.cache.pool.values(), *(hot.pool.values() if hot else ())]
+
+    pool = parts()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= engine.cache.nbytes()
     # The instruction that makes a copy of the pool has the pool's own shape; updates in place are fusions
     # or updates of slices.
-    shapes = {f"{part.dtype.name}{list(part.shape)}" for part in pool.values()}
+    shapes = {f"{part.dtype.name}{list(part.shape)}" for part in pool}
     hlo = compiled.as_text()
-    for part in pool.values():
-        kind = {"float32": "f32", "uint16": "u16", "uint8": "u8"}[part.dtype.name]
+    for part in pool:
+        kind = {"float32": "f32", "uint16": "u16", "uint8": "u8", "int8": "s8"}[part.dtype.name]
         shape = re.escape(f"{kind}[{','.join(map(str, part.shape))}]")
         assert re.search(shape, hlo), shapes
         assert not re.search(rf"= {shape}\S* (copy|convert|transpose|broadcast|gather)\(", hlo)
-    before = [part.unsafe_buffer_pointer() for part in pool.values()]
+    before = [part.unsafe_buffer_pointer() for part in pool]
     engine.generate(prompts(5, 9), GREEDY)
-    assert [part.unsafe_buffer_pointer() for part in engine.cache.pool.values()] == before
+    assert [part.unsafe_buffer_pointer() for part in parts()] == before
 
 
 def test_leaving_a_stream_early_frees_its_slots_and_pages(engine):
