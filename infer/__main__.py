@@ -31,6 +31,8 @@ from mlaflax.runtime import (  # noqa: E402
 # `run(arguments, terminal) -> exit status`. It is imported only when it is called.
 COMMANDS = {
     "generate": "continue prompts with text",
+    "evaluate": "what the cache's rounding costs: perplexity, needles, fidelity, speed",
+    "calibrate": "fit the codebooks of the format nuq4 to the model's latents",
     "table": "bytes of this model's cache in every format, beside MHA and GQA of its shape",
 }
 

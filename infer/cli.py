@@ -6,15 +6,18 @@ import difflib
 import io
 import itertools
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlaflax.config import ConfigError
 
 T = TypeVar("T")
+_PLAIN_INTERVAL = 10.0  # seconds between lines where no live line is possible
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -80,3 +83,33 @@ class Terminal:
             return self._console.status(what)
         self.say(what)
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        """A bar on a terminal, a plain line every ten seconds elsewhere.
+
+        Yields a function to call with a word on what is done after each of `total` steps.
+        """
+        if self._console.is_terminal:
+            columns = (
+                TextColumn(what),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[done]}"),
+            )
+            with Progress(*columns, console=self._console, transient=True, refresh_per_second=4) as live:
+                task = live.add_task("", total=total, done="")
+                yield lambda done: live.update(task, advance=1, done=done)
+            return
+        self.say(f"{what}: {total} steps")
+        count, last = 0, time.monotonic()
+
+        def advance(done: str) -> None:
+            nonlocal count, last
+            count += 1
+            if time.monotonic() - last >= _PLAIN_INTERVAL:
+                last = time.monotonic()
+                self.say(f"{what}: {count} of {total} ({done})")
+
+        yield advance

@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import tyro
@@ -22,11 +22,20 @@ import tyro
 from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, Checkpoints, load_model, read_model_config, read_tokenizer
-from mlaflax.config import CacheFormat, ModelConfig, require, require_choice, require_positive
+from mlaflax.config import (
+    SCALED_FORMATS,
+    CacheFormat,
+    ModelConfig,
+    RopeFormat,
+    require,
+    require_choice,
+    require_positive,
+)
 from mlaflax.decode import Completion, Engine, EngineConfig, SamplingParams, cut
 from mlaflax.runtime import interrupt_signal
 from mlaflax.tokenizer import Tokenizer, is_unicode
 
+_TRAINED = "(default: the one it was trained for)"
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
@@ -39,6 +48,7 @@ class Arguments:
       prompt: text to continue; repeat the flag for a batch. Write --prompt=TEXT if it begins with a dash.
       prompt_file: file whose whole text is a prompt, without its last newline; - reads stdin.
       cache: number format of the cache.
+      rope: number format of the cache's rope key; fp8 beside all formats but f32 and bf16.
       max_tokens: tokens to generate for each prompt.
       temperature: 0 takes the most probable token.
       top_k: keep the k most probable tokens; 0 keeps all.
@@ -59,7 +69,14 @@ class Arguments:
     prompt_file: _Repeated = ()
     cache: Annotated[
         str | None,
-        tyro.conf.arg(metavar="f32|bf16|fp8", help_behavior_hint="(default: the one it was trained for)"),
+        tyro.conf.arg(
+            metavar="|".join(get_args(CacheFormat)),
+            help_behavior_hint=_TRAINED,
+        ),
+    ] = None
+    rope: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="|".join(get_args(RopeFormat)), help_behavior_hint=_TRAINED),
     ] = None
     max_tokens: int = 128
     temperature: float = 1.0
@@ -83,6 +100,8 @@ class Arguments:
         self.sampling()
         if self.cache is not None:
             require_choice("cache", self.cache, CacheFormat)
+        if self.rope is not None:
+            require_choice("rope", self.rope, RopeFormat)
         require(bool(self.checkpoint), "checkpoint", self.checkpoint, "must name a directory")
         require_positive(self, "", "max_sequences")
         require(
@@ -208,10 +227,13 @@ def fit_engine(arguments: Arguments, config: ModelConfig, lengths: Sequence[int]
     for i, length in enumerate(lengths):
         name, rule = f"prompt {i + 1}", f"must be shorter than the {limit} tokens that the cache holds"
         require(length < limit, name, f"{length} tokens", rule)
+    cache_format = arguments.cache or config.cache_format
+    trained = config.rope_format if cache_format in SCALED_FORMATS else "bf16"
     # A power of two, so that runs that differ a little share a compiled program.
     needed = max(lengths) + arguments.max_tokens
     return EngineConfig(
-        cache_format=arguments.cache or config.cache_format,  # pyright: ignore[reportArgumentType]
+        cache_format=cache_format,  # pyright: ignore[reportArgumentType]
+        rope_format=arguments.rope or trained,  # pyright: ignore[reportArgumentType]
         max_sequences=min(len(lengths), arguments.max_sequences),
         max_length=arguments.max_length or min(limit, max(256, 1 << (needed - 1).bit_length())),
         prefill_chunks=tuple({n for length in lengths for n in cut(length, EngineConfig.prefill_chunks)}),
@@ -242,6 +264,7 @@ def cache_figures(cache: LatentCache) -> dict[str, Any]:
     tokens = cache.pages_per_layer * cache.page_size
     return {
         "format": cache.format_name,
+        "rope_format": cache.rope_format,
         "bytes_allocated": cache.nbytes(),
         "tokens": tokens,
         "bytes_per_token": sum(part.nbytes for part in cache.pool.values()) / tokens,

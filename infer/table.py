@@ -22,9 +22,10 @@ from rich.table import Table
 
 from infer.cli import Terminal
 from mlaflax.cache import LatentCache
-from mlaflax.cache.latent import PAGE_SIZE
+from mlaflax.cache.latent import PAGE_SIZE, default_page_size, pool_format
 from mlaflax.checkpoint import Checkpoints, read_model_config
-from mlaflax.config import CacheFormat, ModelConfig, require_positive
+from mlaflax.config import CacheFormat, ConfigError, ModelConfig, require_positive
+from mlaflax.formats import get_format
 
 # Larger caches are counted from their arrays' shapes and not allocated.
 ALLOCATE_UP_TO = 1 << 30
@@ -59,7 +60,8 @@ class Row(NamedTuple):
 
     Attributes:
       name: as it is shown.
-      bytes_per_token: of one more token over all layers, without tables.
+      bytes_per_token: of one more token over all layers, without tables. The 8-bit copies of a mixed cache, whose
+        number does not grow with the context, count in `bytes` alone.
       bytes: of all arrays at the asked-for context.
       allocated: whether those arrays were made and measured; False where only their shapes were.
     """
@@ -84,7 +86,10 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
 
 
 def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[Row]:
-    """MHA, GQA and each format of the latent cache, for `sequences` of `context` tokens each."""
+    """MHA, GQA and each format of the latent cache, for `sequences` of `context` tokens each.
+
+    A format that cannot hold the model's latents is left out.
+    """
     heads = config.attention.num_heads
     groups = gqa_groups(heads)
     rows = [
@@ -92,8 +97,18 @@ def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[R
         _measure(f"GQA {groups} x {config.attention.v_head_dim} bf16", config, context, sequences, groups),
     ]
     for name in typing.get_args(CacheFormat):
-        rows.append(_measure(f"MLA {name}", config, context, sequences, name))
+        if _fits(name, config):
+            rows.append(_measure(f"MLA {name}", config, context, sequences, name))
     return rows
+
+
+def _fits(name: str, config: ModelConfig) -> bool:
+    try:
+        fmt = get_format(pool_format(config, name))
+        fmt.parts(config.attention.kv_lora_rank, config.attention.qk_rope_head_dim)
+    except ConfigError:
+        return False
+    return True
 
 
 def gqa_groups(heads: int) -> int:
@@ -114,8 +129,9 @@ def _measure(name: str, config: ModelConfig, context: int, sequences: int, kind:
     allocated = expected <= ALLOCATE_UP_TO
     measured = _nbytes(create(context)) if allocated else expected
     # Tables take 4 bytes a page: what a page adds beyond its tokens.
-    page = _nbytes(_shapes(create, 2 * PAGE_SIZE)) - _nbytes(_shapes(create, PAGE_SIZE)) - 4 * sequences
-    return Row(name, page / (PAGE_SIZE * sequences), measured, allocated)
+    tokens = default_page_size(config, kind) if isinstance(kind, str) else PAGE_SIZE
+    page = _nbytes(_shapes(create, 2 * tokens)) - _nbytes(_shapes(create, tokens)) - 4 * sequences
+    return Row(name, page / (tokens * sequences), measured, allocated)
 
 
 def _shapes(create: Callable[[int], Any], context: int) -> Any:

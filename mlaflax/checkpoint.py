@@ -5,7 +5,7 @@
 A directory holds
 
     config.json, tokenizer.json     the model's configuration, and its tokenizer
-    steps/STEP/model                params and expert biases           Orbax
+    steps/STEP/model                params, expert biases, codebooks   Orbax
     steps/STEP/training             optimiser state and counters       Orbax
     steps/STEP/meta                 data position, fingerprints        JSON
 
@@ -31,7 +31,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from mlaflax import codebook
 from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
+from mlaflax.files import write_whole
 from mlaflax.model.transformer import Transformer
 from mlaflax.orbax_noise import dropping_what_failed, quiet_orbax
 from mlaflax.sharding import state_shardings
@@ -77,7 +79,7 @@ class Restored(NamedTuple):
 
 
 def model_trees(model: nnx.Module) -> dict[str, Tree]:
-    """The arrays of `model` as nested dicts: `params`, and `state` for all else (expert biases)."""
+    """The arrays of `model` as nested dicts: `params`, and `state` for all else (expert biases, codebooks)."""
     params, state = nnx.state(model, nnx.Param, ...)
     return {"params": nnx.to_pure_dict(params), "state": nnx.to_pure_dict(state)}
 
@@ -322,6 +324,9 @@ class Checkpoints:
 def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
     """The model saved in `directory`, its tokenizer and configuration; no optimiser state is read.
 
+    A `codebook.json` beside it, as `python -m infer calibrate` writes it, gives the model its codebooks unless it was
+    trained with some.
+
     Args:
       step: default: the newest one.
       mesh: where the parameters go; default: the first local device.
@@ -335,7 +340,24 @@ def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh
         found = checkpoints.restore({"model": blueprint.shapes}, step)
     for note in found.notes:
         logging.getLogger("mlaflax").warning("%s", note)
-    return Loaded(blueprint.build(**found.trees["model"]), read_tokenizer(directory), config, found.step)
+    model = blueprint.build(**found.trees["model"])
+    if model.codebooks() is None and (pathlib.Path(directory) / codebook.FILE_NAME).exists():
+        model = model.with_codebooks(jnp.asarray(read_codebooks(directory, config)))
+    return Loaded(model, read_tokenizer(directory), config, found.step)
+
+
+def read_codebooks(directory: str | os.PathLike, config: ModelConfig) -> np.ndarray:
+    """The levels in `codebook.json`, float32 `[layers, 16]`.
+
+    Raises:
+      CheckpointError: the file cannot be read, is damaged, or belongs to another model or version.
+    """
+    try:
+        return codebook.load_codebooks(
+            directory, num_layers=config.num_layers, kv_lora_rank=config.attention.kv_lora_rank
+        )
+    except (ConfigError, OSError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 # --- config.json and tokenizer.json --------------------------------------------------------------------------
@@ -420,19 +442,6 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # JSON has no tuples
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write a text file beside `path`, flush it to disk and rename it: `path` is never half-written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(beside, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 # --- Fingerprints and errors ---------------------------------------------------------------------------------
@@ -553,5 +562,4 @@ __all__ = [
     "read_model_config",
     "read_tokenizer",
     "write_description",
-    "write_whole",
 ]

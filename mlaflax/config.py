@@ -19,7 +19,18 @@ RopeConvention = Literal["interleaved", "half"]
 RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
-CacheFormat = Literal["f32", "bf16", "fp8"]
+CacheFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "mixed"]
+HotFormat = Literal["f32", "bf16", "fp8", "int8"]
+ColdFormat = Literal["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "none"]
+SalienceRule = Literal["attention", "random"]
+RopeFormat = Literal["bf16", "fp8"]
+SCALED_FORMATS: tuple[CacheFormat, ...] = (
+    "fp8",
+    "int8",
+    "fp4",
+    "nuq4",
+    "mixed",
+)  # their rope key may be fp8, too
 Remat = Literal["none", "full", "dots"]
 
 _LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
@@ -38,6 +49,14 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 def require_choice(field: str, value: Any, literal: Any) -> None:
     options = typing.get_args(literal)
     require(value in options, field, value, f"must be one of {', '.join(map(repr, options))}")
+
+
+def require_cache_format(cache_format: str, rope_format: str) -> None:
+    """Raise `ConfigError` unless both are known and the rope key may be kept so beside that latent."""
+    require_choice("cache_format", cache_format, CacheFormat)
+    require_choice("rope_format", rope_format, RopeFormat)
+    allowed = f"goes with cache_format {', '.join(map(repr, SCALED_FORMATS))} only, not {cache_format!r}"
+    require(rope_format == "bf16" or cache_format in SCALED_FORMATS, "rope_format", rope_format, allowed)
 
 
 def require_types(config: Any, prefix: str = "") -> None:
@@ -264,6 +283,73 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MixedConfig:
+    """The mixed cache: every token in a 4-bit format, and 8-bit copies of those that matter most.
+
+    A sequence is divided into pages of `page` tokens. A query reads 8-bit copies of its own page, of the
+    `window` tokens before that page, of the first `sinks` tokens and of up to `salient` more; all other tokens
+    it reads in 4 bits. Sinks and salient tokens change only where a page begins, see `mlaflax.salience`.
+
+    Attributes:
+      hot: 8-bit format of the window, the sinks and the salient tokens.
+      cold: 4-bit format of the rest; "none" deletes it, which only the training graph can, to tell what it is worth.
+      page: tokens in a page; of the cache's pages, too.
+      window: tokens before a query's own page that it reads in 8 bits; a multiple of `page`.
+      sinks: tokens at the beginning of a sequence that stay in 8 bits.
+      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get.
+      choose: what makes a token salient: "attention", or "random" as a control.
+      probe_stride: queries at multiples of this position measure attention; must divide `page`.
+    """
+
+    hot: HotFormat = "int8"
+    cold: ColdFormat = "fp4"
+    page: int = 128
+    window: int = 128
+    sinks: int = 4
+    salient: int = 60
+    choose: SalienceRule = "attention"
+    probe_stride: int = 8
+
+    def __post_init__(self):
+        p = "mixed."
+        require_types(self, p)
+        require_choice(p + "hot", self.hot, HotFormat)
+        require_choice(p + "cold", self.cold, ColdFormat)
+        require_choice(p + "choose", self.choose, SalienceRule)
+        require_positive(self, p, "page", "probe_stride")
+        for name in ("window", "sinks", "salient"):
+            value = getattr(self, name)
+            require(value >= 0, p + name, value, "must be 0 or more")
+        require(
+            self.window % self.page == 0,
+            p + "window",
+            self.window,
+            f"must be a multiple of mixed.page ({self.page})",
+        )
+        require(
+            self.page % self.probe_stride == 0,
+            p + "probe_stride",
+            self.probe_stride,
+            f"must divide mixed.page ({self.page})",
+        )
+
+    @property
+    def ring(self) -> int:
+        """Pages of the window, the query's own among them."""
+        return self.window // self.page + 1
+
+    @property
+    def kept(self) -> int:
+        """Tokens outside the window that stay in 8 bits, at most."""
+        return self.sinks + self.salient
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that hold them."""
+        return -(-self.kept // self.page)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder of `num_layers` pre-norm layers: MLA, then a SwiGLU MLP or a mixture of experts.
 
@@ -280,6 +366,8 @@ class ModelConfig:
       mlp_size: hidden width of the dense MLPs.
       dtype: of activations and matrix products; weights are float32, as are router and softmax.
       cache_format: the cache's number format that the training graph simulates (`f32`: no rounding).
+      mixed: tiers of the `mixed` cache format.
+      rope_format: how it keeps the rope key of formats that scale: `bf16`, or `fp8` with a scale per token.
       remat: what the backward pass recomputes per layer: `none`, `dots` (keeps matrix products), `full`.
     """
 
@@ -295,6 +383,8 @@ class ModelConfig:
     init_std: float = 0.02
     dtype: Dtype = "float32"
     cache_format: CacheFormat = "f32"
+    mixed: MixedConfig = MixedConfig()
+    rope_format: RopeFormat = "bf16"
     remat: Remat = "none"
 
     def __post_init__(self):
@@ -303,8 +393,16 @@ class ModelConfig:
             self, "", "vocab_size", "num_layers", "hidden_size", "max_length", "norm_eps", "init_std"
         )
         require_choice("dtype", self.dtype, Dtype)
-        require_choice("cache_format", self.cache_format, CacheFormat)
+        require_cache_format(self.cache_format, self.rope_format)
         require_choice("remat", self.remat, Remat)
+        for name in ("window", "kept"):
+            tokens = getattr(self.mixed, name)
+            require(
+                self.cache_format != "mixed" or tokens < self.max_length,
+                "mixed.window" if name == "window" else "mixed.sinks + mixed.salient",
+                tokens,
+                f"must be below max_length ({self.max_length})",
+            )
         if self.num_dense_layers:
             require_positive(self, "", "mlp_size")
         require(
@@ -313,6 +411,11 @@ class ModelConfig:
             self.moe.first_dense,
             f"must not exceed num_layers ({self.num_layers})",
         )
+
+    @property
+    def uses_codebook(self) -> bool:
+        """Whether the training graph rounds to the levels of a codebook."""
+        return (self.mixed.cold if self.cache_format == "mixed" else self.cache_format) == "nuq4"
 
     @property
     def num_dense_layers(self) -> int:

@@ -24,7 +24,6 @@ from mlaflax.checkpoint import (
     model_trees,
     read_description,
     write_description,
-    write_whole,
 )
 from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig, to_dict
 from mlaflax.model.transformer import init_model
@@ -307,17 +306,3 @@ def test_differences_are_sentences():
         "gone: 1 saved, 'absent' now",
         "new: 'absent' saved, 2 now",
     ]
-
-
-def test_write_whole_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_whole(path, "old")
-
-    def fail(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError):
-        write_whole(path, "new")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -67,12 +67,15 @@ class CheckpointConfig:
       interval: steps between checkpoints; the last step is always saved.
       keep: checkpoints to keep, the newest ones.
       initial: directory of a run whose newest weights this one begins with; the optimiser starts afresh.
+      rotate_latents: rotate the latents of these weights first, which changes nothing but what is stored and so
+        what rounding loses (`mlaflax.model.rotation`).
     """
 
     directory: str = "runs/unnamed"
     interval: int = 100
     keep: int = 2
     initial: str | None = None
+    rotate_latents: bool = False
 
     def __post_init__(self):
         require_types(self, "checkpoint.")
@@ -131,6 +134,8 @@ class TrainConfig:
       loss_chunk: positions times vocabulary entries whose logits exist at a time; bounds memory.
       target: an n-gram model of the training text ("bigram" interpolated, "trigram" Kneser-Ney)
         to beat on held-out text: training stops when it does, and fails when it never does.
+      quantize_from: steps after which the training graph rounds latents as `model.cache_format` says; until then
+        it reads them as they are.
       tensorboard: write TensorBoard files.
       profile: write a jax.profiler trace of a few steps.
       compilation_cache: keep compiled programs in ~/.cache/mlaflax for the next start.
@@ -149,6 +154,7 @@ class TrainConfig:
     max_nonfinite_steps: int = 10
     loss_chunk: int = 1 << 24
     target: Target = "none"
+    quantize_from: int = 0
     tensorboard: bool = True
     profile: bool = False
     compilation_cache: bool = True
@@ -157,7 +163,7 @@ class TrainConfig:
         require_types(self)
         require_positive(self, "", "steps", "log_interval", "max_nonfinite_steps", "loss_chunk")
         require_choice("target", self.target, Target)
-        for name in ("seed", "eval_interval", "eval_batches"):
+        for name in ("seed", "eval_interval", "eval_batches", "quantize_from"):
             value = getattr(self, name)
             require(value >= 0, name, value, "must be 0 or more")
         length, longest = self.data.sequence_length, self.model.max_length
@@ -166,6 +172,18 @@ class TrainConfig:
         )
         span = self.data.position_span
         require(span <= longest, "data.position_span", span, f"must not exceed model.max_length ({longest})")
+        if self.model.cache_format == "mixed":
+            page, align = self.model.mixed.page, self.data.align
+            if align == 1:
+                # So that `--model.cache-format mixed` alone is enough.
+                object.__setattr__(self, "data", dataclasses.replace(self.data, align=page))
+            else:
+                require(
+                    align % page == 0,
+                    "data.align",
+                    align,
+                    f"must be a multiple of model.mixed.page ({page}), as the cache's pages begin where documents do",
+                )
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         require(rows % parts == 0, "optimizer.accumulation", parts, f"must divide data.batch_size ({rows})")
         warmup = self.optimizer.warmup_steps

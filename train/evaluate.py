@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mlaflax.checkpoint import write_whole
+from mlaflax.files import write_whole
 from train.config import TrainConfig
 from train.data import PreparedData
 from train.ngram import InterpolatedBigram, KneserNeyTrigram

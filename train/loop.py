@@ -51,7 +51,9 @@ def train(config: TrainConfig, terminal: Terminal) -> dict[str, Any]:
                     profile.before(step + 1)
                     # Nothing may cross between host and devices here unless it is meant to.
                     with jax.transfer_guard("disallow"):
-                        state, metrics = run.steps.train(state, run.steps.place(next(run.batches)))
+                        batch = run.steps.place(next(run.batches))
+                        quantized = step >= config.quantize_from
+                        state, metrics = run.steps.train(state, batch, quantized=quantized)
                     step += 1
                     log(late.push(step, metrics))
                     if step >= config.steps:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mlaflax.checkpoint import write_whole
+from mlaflax.files import write_whole
 
 
 class Late:

@@ -6,15 +6,24 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
+from mlaflax import codebook
 from mlaflax.checkpoint import (
+    Blueprint,
     CheckpointError,
     Checkpoints,
     differences,
+    model_trees,
+    read_codebooks,
     read_description,
+    read_model_config,
     read_tokenizer,
     write_description,
 )
-from mlaflax.config import to_dict
+from mlaflax.config import ConfigError, ModelConfig, from_dict, to_dict
+from mlaflax.formats import GAUSSIAN_CODEBOOK
 from mlaflax.sharding import make_mesh
 from mlaflax.tokenizer import Tokenizer
 from train.config import TrainConfig
@@ -107,8 +116,11 @@ def _restore(steps: Steps, checkpoints: Checkpoints, terminal: Terminal) -> tupl
 def _initial(
     directory: str, steps: Steps, tokenizer: Tokenizer, fresh: TrainState, terminal: Terminal
 ) -> TrainState:
-    """`fresh` with the newest weights and expert biases of the run in `directory`."""
-    shapes = steps.shapes
+    """`fresh` with the newest weights and expert biases of the run in `directory`.
+
+    Codebooks are that run's, too: those it was trained with or those of its `codebook.json`; else they stay fresh.
+    """
+    config = steps.config
     try:
         with Checkpoints(directory, read_only=True) as checkpoints:
             saved = read_tokenizer(directory)
@@ -117,13 +129,41 @@ def _initial(
                     f"its tokenizer is {'missing' if saved is None else 'another one than the data gives'}; "
                     "data.tokenizer must name the one these weights were trained with"
                 )
-            found = checkpoints.restore({"model": {"params": shapes.params, "state": shapes.state}})
+            saved_config = read_model_config(directory)
+            # Whether there are codebooks follows from the cache that was simulated.
+            same_arrays = dataclasses.replace(
+                config.model,
+                cache_format=saved_config.cache_format,
+                rope_format=saved_config.rope_format,
+                mixed=saved_config.mixed,
+            )
+            blueprint = Blueprint(same_arrays, steps.mesh)
+            found = checkpoints.restore({"model": blueprint.shapes})
+            trees = found.trees["model"]
+            codebooks = blueprint.build(**trees).codebooks()
+            if codebooks is None and (pathlib.Path(directory) / codebook.FILE_NAME).exists():
+                codebooks = read_codebooks(directory, saved_config)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial = {directory!r}: {error}") from None
     for note in found.notes:
         terminal.say(note)
     terminal.say(f"begun with the weights of step {found.step} in {directory}")
-    return fresh._replace(**found.trees["model"])
+    model = Blueprint(same_arrays, steps.mesh).build(**trees)
+    if config.checkpoint.rotate_latents:
+        model, codebooks = model.rotated(), None  # levels fitted to other dims are of no use
+        terminal.say("rotated its latents")
+    if not config.model.uses_codebook:
+        return fresh._replace(params=model_trees(model)["params"], state=_without_codebooks(trees["state"]))
+    if codebooks is not None:
+        terminal.say("taken its codebooks, too")
+    levels = np.tile(GAUSSIAN_CODEBOOK, (config.model.num_layers, 1)) if codebooks is None else codebooks
+    return fresh._replace(**model_trees(model.with_codebooks(jnp.asarray(levels))))
+
+
+def _without_codebooks(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {name: _without_codebooks(inner) for name, inner in tree.items() if name != "codebook"}
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
@@ -135,9 +175,15 @@ def _check_same_run(config: TrainConfig, directory: pathlib.Path, terminal: Term
     saved = read_description(directory)
     if saved is None:
         raise CheckpointError(f"{directory} holds checkpoints but no config.json, so their model is unknown")
-    changed = differences(saved["model"], to_dict(config.model), "model.")
+    # Rebuilt, so that fields which are newer than the run count with their defaults.
+    try:
+        model = to_dict(from_dict(ModelConfig, saved["model"]))
+        training = to_dict(from_dict(TrainConfig, saved["training"])) if saved["training"] else {}
+    except (ConfigError, TypeError):
+        model, training = saved["model"], saved["training"] or {}
+    changed = differences(model, to_dict(config.model), "model.")
     told = []
-    for line in differences(saved["training"] or {}, to_dict(config)):
+    for line in differences(training, to_dict(config)):
         group, _, name = line.partition(":")[0].partition(".")
         if group in _FIXED and name not in _NOT_FIXED:
             changed.append(line)

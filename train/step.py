@@ -1,5 +1,6 @@
 """One training step and one evaluation step, as pure jitted functions."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,11 +57,18 @@ class Steps:
         self.shapes = self._shapes()
         shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
         # Pinned: a step whose outputs are placed otherwise than its inputs would be compiled twice.
-        self.train: Callable[[TrainState, Batch], tuple[TrainState, dict]] = jax.jit(
-            self._train, donate_argnums=0, out_shardings=(shardings, None)
+        self._quantized, self._exact = (
+            jax.jit(
+                functools.partial(self._train, quantized), donate_argnums=0, out_shardings=(shardings, None)
+            )
+            for quantized in (True, False)
         )
         self.evaluate: Callable[[Tree, Tree, Batch], tuple[jax.Array, jax.Array]] = jax.jit(self._evaluate)
         self._start = jax.jit(self._rest_of_state, out_shardings=shardings)
+
+    def train(self, state: TrainState, batch: Batch, *, quantized: bool = True) -> tuple[TrainState, dict]:
+        """One step, which consumes `state`; not `quantized`, it reads latents as they are."""
+        return (self._quantized if quantized else self._exact)(state, batch)
 
     def init(self) -> TrainState:
         """The state before the first step."""
@@ -104,9 +112,11 @@ class Steps:
         )
         return shapes._replace(params=params, state=state, opt_state=opt_state)
 
-    def _train(self, old: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _train(
+        self, quantized: bool, old: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         config = self.config
-        grads, parts = self._gradients(old.params, old.state, batch)
+        grads, parts = self._gradients(quantized, old.params, old.state, batch)
         norm = optax.tree.norm(grads)
         scale = clip_scale(norm, config.optimizer.clip_norm)
         grads = jax.tree.map(lambda g: g * scale, grads)
@@ -141,7 +151,9 @@ class Steps:
         }
         return new, metrics
 
-    def _gradients(self, params: Tree, state: Tree, batch: Batch) -> tuple[Tree, dict[str, jax.Array]]:
+    def _gradients(
+        self, quantized: bool, params: Tree, state: Tree, batch: Batch
+    ) -> tuple[Tree, dict[str, jax.Array]]:
         """Gradients and metrics of the whole batch, one part of it after the other.
 
         Each part's loss is divided by the tokens of the whole batch, so that the sum over the parts is the
@@ -151,7 +163,7 @@ class Steps:
         total = jnp.maximum(jnp.sum(batch["loss_mask"], dtype=jnp.float32), 1)
 
         def loss(params, part):
-            nll, aux = self._forward(params, state, part)
+            nll, aux = self._forward(quantized, params, state, part)
             nll = nll / total
             balance = (aux["sequence_loss"] + aux["z_loss"]) / parts
             return nll + balance, {"loss": nll, "balance_loss": balance, "expert_load": aux["expert_load"]}
@@ -172,14 +184,18 @@ class Steps:
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(add, start, dealt)[0]
 
-    def _forward(self, params: Tree, state: Tree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, aux = self._token_losses(params, state, batch)
+    def _forward(
+        self, quantized: bool, params: Tree, state: Tree, batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, aux = self._token_losses(quantized, params, state, batch)
         return jnp.sum(losses), aux
 
     def _token_losses(
-        self, params: Tree, state: Tree, batch: Batch
+        self, quantized: bool, params: Tree, state: Tree, batch: Batch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         model = self.blueprint.build(params, state)
+        if not quantized:
+            model = model.simulating(cache_format="f32", rope_format="bf16")
         out = model(batch["tokens"], batch["positions"], batch["segment_ids"])
         with jax.named_scope("loss"):
             losses = token_losses(
@@ -195,9 +211,11 @@ class Steps:
         step = self.config.model.moe.bias_step
         if not (step and self.config.model.num_moe_layers):
             return state
-        return jax.tree.map(lambda bias: update_bias(bias, load, step), state)
+        moe = state["moe_layers"]["moe"]
+        moe = {**moe, "bias": update_bias(moe["bias"], load, step)}
+        return {**state, "moe_layers": {**state["moe_layers"], "moe": moe}}
 
     def _evaluate(self, params: Tree, state: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of -log p(target), and the number of targets."""
-        losses, _ = self._token_losses(params, state, batch)
+        losses, _ = self._token_losses(True, params, state, batch)
         return jnp.sum(losses), jnp.sum(batch["loss_mask"])

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from benchmarks.peers.protocol import serve
 from mlaflax import runtime
 from mlaflax.convert.deepseek import load_params, model_config_from_hf, params_from_hf
 from mlaflax.decode import Engine, EngineConfig
+from mlaflax.formats import Format
 from mlaflax.model import init_model
 
 
@@ -31,6 +33,7 @@ class Worker:
         del threads  # the process is limited to them
         folder = pathlib.Path(weights)
         config = model_config_from_hf(json.loads((folder / "config.json").read_text()))
+        config = dataclasses.replace(config, max_length=max(config.max_length, context + room))
         model = init_model(config)
         load_params(model, params_from_hf(load_file(folder / "model.safetensors"), config))
         parameters = sum(x.size for x in model_leaves(model))
@@ -38,28 +41,28 @@ class Worker:
         self.engine = Engine(model, config=engine_config)
         self._fill(context, batch, room)
         self.step(1)
-        per_token = self.engine.cache.format.bytes_per_token(
-            config.attention.kv_lora_rank, config.attention.qk_rope_head_dim
-        )
-        return {"parameters": parameters, "cache_bytes": per_token * context * batch * config.num_layers}
+        return {"parameters": parameters, "cache_bytes": self.engine.cache.nbytes()}
 
     def _fill(self, context: int, batch: int, room: int) -> None:
         """Every sequence at `context` tokens, its pages full of noise."""
         engine = self.engine
         cache = engine.cache
         pages = np.arange(batch * cache.block_table.shape[1], dtype=np.int32).reshape(batch, -1)
-        rng = np.random.default_rng(0)
-        pool = {}
-        for name, part in cache.pool.items():
-            noise = rng.standard_normal(part.shape, np.float32)
-            if part.dtype == np.uint16:  # bfloat16 bits
-                noise = (noise.view(np.uint32) >> 16).astype(np.uint16)
-            elif part.dtype == np.uint8:  # e4m3 codes, without NaN
-                noise = rng.integers(0, 0x7F, part.shape, np.uint8)
-            pool[name] = jnp.asarray(noise)
+        cache = dataclasses.replace(
+            cache,
+            pool=noise(cache.format, cache.pool, cache.layer_codebook(0)),
+            block_table=jnp.asarray(pages),
+        )
+        if cache.hot is not None:
+            hot = cache.hot
+            before = max(0, context - hot.config.ring * hot.config.page)
+            kept = np.linspace(0, before, hot.config.kept, endpoint=False).astype(np.int32)
+            index = jnp.broadcast_to(jnp.asarray(kept), hot.index.shape)
+            hot = dataclasses.replace(hot, pool=noise(hot.format, hot.pool), index=index)
+            cache = dataclasses.replace(cache, hot=hot)
         state = dataclasses.replace(
             engine.state,
-            cache=dataclasses.replace(cache, pool=pool, block_table=jnp.asarray(pages)),
+            cache=cache,
             token=jnp.arange(batch, dtype=jnp.int32) + 5,
             position=jnp.full((batch,), context, jnp.int32),
             limit=jnp.full((batch,), room, jnp.int32),
@@ -81,6 +84,19 @@ class Worker:
     def release(self):
         self.engine = self.state = None
         return {}
+
+
+def noise(fmt: Format, pool: Mapping[str, jax.Array], codebook=None) -> dict[str, jax.Array]:
+    """Pages of a format full of packed noise: one page's tokens, over and over."""
+    t, r = pool["rope"].shape[-1], pool["rope"].shape[-2]
+    c = fmt.latent_dims(pool)
+    rng = np.random.default_rng(0)
+    latent, rope = (jnp.asarray(rng.standard_normal((t, size), np.float32)) for size in (c, r))
+    parts = fmt.parts(c, r)
+    return {
+        name: jnp.broadcast_to(rows if parts[name].token_major else rows.T, pool[name].shape)
+        for name, rows in fmt.pack(latent, rope, codebook).items()
+    }
 
 
 def model_leaves(model):

@@ -1,6 +1,7 @@
-"""The latent cache: a flat pool of packed pages, block tables, and who owns which page."""
+"""The latent cache: a flat pool of packed pages, block tables, 8-bit copies, and who owns which page."""
 
+from mlaflax.cache.hot import HotTier, Pages
 from mlaflax.cache.latent import LatentCache
 from mlaflax.cache.pages import OutOfPages, PageAllocator
 
-__all__ = ["LatentCache", "OutOfPages", "PageAllocator"]
+__all__ = ["HotTier", "LatentCache", "OutOfPages", "PageAllocator", "Pages"]

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig, RopeConfig, require
+from mlaflax.model.mla import Codebook
 
 Params = dict[str, Any]
 
@@ -256,7 +257,7 @@ def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
     variables = {
         ".".join(map(str, path)): variable
         for path, variable in nnx.to_flat_state(nnx.state(model))
-        if not isinstance(variable, nnx.RngState)
+        if not isinstance(variable, nnx.RngState | Codebook)  # what no such file holds
     }
     old = {name: variable.get_value() for name, variable in variables.items()}
     values = _check(_flatten(params), {name: tuple(value.shape) for name, value in old.items()})

@@ -11,11 +11,12 @@ import numpy as np
 from flax import nnx
 
 from mlaflax.cache import LatentCache, PageAllocator
-from mlaflax.cache.latent import PAGE_SIZE
-from mlaflax.config import CacheFormat, ConfigError, require, require_choice, require_types
+from mlaflax.cache.latent import default_page_size, pool_format
+from mlaflax.config import CacheFormat, ConfigError, RopeFormat, require, require_cache_format, require_types
 from mlaflax.decode import steps
 from mlaflax.decode.sampling import Sampled, SamplingArrays, SamplingParams
 from mlaflax.decode.text import TextAssembler
+from mlaflax.formats import get_format
 from mlaflax.model import Transformer
 from mlaflax.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ class EngineConfig:
 
     Attributes:
       cache_format: number format of the cache, see `mlaflax.formats`.
+      rope_format: how the cache keeps the rope key: `bf16`, or `fp8` with the formats that scale.
       max_sequences: slots, that is sequences that decode together. More prompts wait for a free slot.
       max_length: longest sequence, prompt and continuation, in tokens; None is the model's.
       cache_tokens: size of the page pool in tokens, shared by all slots; None gives every slot its full
@@ -40,10 +42,11 @@ class EngineConfig:
     max_length: int | None = None
     cache_tokens: int | None = None
     prefill_chunks: tuple[int, ...] = (32, 256, 1024)
+    rope_format: RopeFormat = "bf16"
 
     def __post_init__(self):
         require_types(self)
-        require_choice("cache_format", self.cache_format, CacheFormat)
+        require_cache_format(self.cache_format, self.rope_format)
         for name in ("max_sequences", "cache_tokens"):
             value = getattr(self, name)
             require(value is None or value > 0, name, value, "must be greater than 0")
@@ -160,14 +163,18 @@ class Engine:
         serving = model.unstacked() if jax.default_backend() == "cpu" else model
         self._graph, self._weights = nnx.split(serving)
 
-        per_slot = -(-max_length // PAGE_SIZE)
-        pool_tokens = config.cache_tokens or config.max_sequences * per_slot * PAGE_SIZE
-        self._pages = PageAllocator(-(-pool_tokens // PAGE_SIZE))
+        self._page_size = default_page_size(model.config, config.cache_format)
+        per_slot = -(-max_length // self._page_size)
+        pool_tokens = config.cache_tokens or config.max_sequences * per_slot * self._page_size
+        self._pages = PageAllocator(-(-pool_tokens // self._page_size))
+        needs_codebook = get_format(pool_format(model.config, config.cache_format)).codebook
         self._cache_shape = {
             "format": config.cache_format,
             "num_sequences": config.max_sequences,
             "max_length": max_length,
             "num_pages": self._pages.num_pages,
+            "rope_format": config.rope_format,
+            "codebook": model.codebooks() if needs_codebook else None,
         }
         self._model_config = model.config
         self._state = self._empty_state()
@@ -211,7 +218,7 @@ class Engine:
         longest = self.config.max_length
         assert longest is not None
         for chunk in self.config.prefill_chunks:
-            length = min(chunk, longest - 1, self._pages.num_pages * PAGE_SIZE - 1)
+            length = min(chunk, longest - 1, self._pages.num_pages * self._page_size - 1)
             if length > 0:
                 self.generate([[0] * length], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
 
@@ -281,7 +288,7 @@ class Engine:
         bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         require(bad is None, name, bad, f"is not a token id; the vocabulary has {self.vocab_size}")
         assert self.config.max_length is not None
-        room = min(self.config.max_length, self._pages.num_pages * PAGE_SIZE)
+        room = min(self.config.max_length, self._pages.num_pages * self._page_size)
         require(
             len(ids) < room,
             name,
@@ -336,7 +343,7 @@ class Engine:
         return self._pages.num_free >= self._pages_for(request)
 
     def _pages_for(self, request: _Request) -> int:
-        return -(-(len(request.prompt) + request.sampling.max_tokens - 1) // PAGE_SIZE)
+        return -(-(len(request.prompt) + request.sampling.max_tokens - 1) // self._page_size)
 
     def _start(self, slot: int, request: _Request) -> Sampled:
         """Prefill a request into a free slot; returns the sample after its last chunk."""

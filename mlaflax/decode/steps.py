@@ -107,11 +107,10 @@ def prefill(
     """
     model = nnx.merge(graph, weights)
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
-    view = dataclasses.replace(state.cache, block_table=one(state.cache.block_table))
     offset = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     start = state.position[slot]
     valid = (offset < count).astype(jnp.int32)
-    output = model(tokens[None], (start + offset)[None], valid[None], cache=view)
+    output = model(tokens[None], (start + offset)[None], valid[None], cache=state.cache.of_sequence(slot))
     assert output.cache is not None
     hidden = jax.lax.dynamic_slice_in_dim(output.hidden[0], count - 1, 1)
     sampling = jax.tree.map(one, state.sampling)
@@ -120,7 +119,7 @@ def prefill(
     ended = (state.stop_at_eos[slot] & (token == eos)) | (state.limit[slot] <= 1)
     state = dataclasses.replace(
         state,
-        cache=dataclasses.replace(output.cache, block_table=state.cache.block_table),
+        cache=output.cache.of_all(state.cache),
         token=state.token.at[slot].set(token),
         position=state.position.at[slot].set(start + count),
         generated=state.generated.at[slot].set(jnp.where(last, 1, 0)),

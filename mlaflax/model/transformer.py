@@ -1,5 +1,6 @@
 """The decoder: embedding, dense layers, mixture-of-experts layers, final norm, head."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,11 +12,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mlaflax.cache import LatentCache
-from mlaflax.config import ModelConfig, Remat
+from mlaflax.config import ModelConfig, Remat, require
+from mlaflax.formats import CODEBOOK_SIZE
 from mlaflax.model.layers import RMSNorm, SwiGLU, normal
-from mlaflax.model.mla import MLA, Tokens
+from mlaflax.model.mla import MLA, Codebook, Tokens
 from mlaflax.model.moe import MoE, MoEStats
 from mlaflax.model.rope import rope_tables
+from mlaflax.model.rotation import rotate_latents
 from mlaflax.sharding import param, state_shardings
 
 
@@ -181,6 +184,60 @@ class Transformer(nnx.Module):
         return jnp.einsum(
             subscripts, hidden, weight[...].astype(hidden.dtype), preferred_element_type=jnp.float32
         )
+
+    def codebooks(self) -> Float[Array, "layers 16"] | None:
+        """The codebook of each layer, for a cache of the format `nuq4`; None if the model is of another format."""
+        rows = []
+        for layers in (self.dense_layers, self.moe_layers):
+            for layer in layers if isinstance(layers, nnx.List) else [layers] if layers else []:
+                if layer.attn.codebook is None:
+                    return None
+                rows.append(jnp.reshape(layer.attn.codebook[...], (-1, CODEBOOK_SIZE)))
+        return jnp.concatenate(rows)
+
+    def with_codebooks(self, levels: Float[Array, "layers 16"]) -> "Transformer":
+        """The same weights with these codebooks, dense layers first, for the format `nuq4`."""
+        model = nnx.merge(*nnx.split(self))
+        levels = jnp.asarray(levels, jnp.float32)
+        require(
+            levels.shape == (self.config.num_layers, CODEBOOK_SIZE),
+            "codebooks",
+            levels.shape,
+            f"must be of shape {(self.config.num_layers, CODEBOOK_SIZE)}",
+        )
+        dense = self.config.num_dense_layers
+        for layers, rows in ((model.dense_layers, levels[:dense]), (model.moe_layers, levels[dense:])):
+            if isinstance(layers, nnx.List):
+                for layer, row in zip(layers, rows, strict=True):
+                    layer.attn.codebook = nnx.data(param(row, "codebook", kind=Codebook))
+            elif layers is not None:
+                layers.attn.codebook = nnx.data(param(rows, "layers", "codebook", kind=Codebook))
+        return model
+
+    def rotated(self) -> "Transformer":
+        """The same function, whose latents are stored rotated; see `mlaflax.model.rotation`."""
+        graph, params, rest = nnx.split(self, nnx.Param, ...)
+        turned = rotate_latents(nnx.to_pure_dict(params), self.config.attention.kv_lora_rank)
+        nnx.replace_by_pure_dict(params, turned)
+        return nnx.merge(graph, params, rest)
+
+    def simulating(self, **cache: Any) -> "Transformer":
+        """The same weights, with a training graph that rounds as another cache would.
+
+        Args:
+          cache: `cache_format`, `rope_format` and `mixed` as in `ModelConfig`; those left out stay.
+
+        Raises:
+          ConfigError: a format that the model's latents do not fit.
+        """
+        model = nnx.merge(*nnx.split(self))
+        model.config = dataclasses.replace(self.config, **cache)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, MLA):
+                module.cache_format, module.rope_format, module.mixed = (
+                    getattr(model.config, name) for name in ("cache_format", "rope_format", "mixed")
+                )
+        return model
 
     def unstacked(self) -> "Transformer":
         """The same weights with one module per layer.

@@ -34,6 +34,7 @@ RULES: Rules = {
     "expert_mlp": "tensor",
     # The router's view of the experts: every device scores all of them.
     "router": None,
+    "codebook": None,
     "layers": None,
 }
 

@@ -1,5 +1,6 @@
 """The engine: greedy tokens equal a full forward pass, batches do not matter, nothing recompiles or copies."""
 
+import dataclasses
 import re
 
 import jax
@@ -164,7 +165,10 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompt, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cache_format": "fp3"}, "cache_format = 'fp3': must be one of 'f32', 'bf16', 'fp8'"),
+        (
+            {"cache_format": "fp3"},
+            "cache_format = 'fp3': must be one of 'f32', 'bf16', 'fp8', 'int8', 'fp4', 'nuq4'",
+        ),
         ({"max_sequences": 0}, "max_sequences = 0: must be greater than 0"),
         ({"prefill_chunks": (2.5,)}, r"prefill_chunks = \(2.5,\): holds 2.5, which must be a whole number"),
         ({"prefill_chunks": 32}, "prefill_chunks = 32: must be a tuple"),
@@ -177,6 +181,24 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompt, message):
 def test_bad_engine_configurations_are_refused(model, fields, message):
     with pytest.raises(ConfigError, match=message):
         Engine(model, config=EngineConfig(**fields))
+
+
+def test_a_nuq4_cache_takes_the_models_codebooks_and_keeps_them():
+    model = init_model(dataclasses.replace(CONFIG, cache_format="nuq4", num_layers=2))
+    for layers in (model.dense_layers, model.moe_layers):
+        layers.attn.codebook[...] = layers.attn.codebook[...] * 1.5
+    config = EngineConfig("nuq4", max_sequences=1, max_length=128, prefill_chunks=(8,), rope_format="fp8")
+    engine = Engine(model, config=config)
+    want = np.asarray(model.codebooks())
+    np.testing.assert_array_equal(engine.cache.codebook, want)
+    first = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3))
+    assert (
+        first[0].tokens == engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3))[0].tokens
+    )
+    np.testing.assert_array_equal(engine.cache.codebook, want)
+    # A state that was lost in a step is made anew, from arrays that no step has consumed.
+    np.testing.assert_array_equal(engine._empty_state().cache.codebook, want)
+    assert engine.cache.rope_format == "fp8"
 
 
 def test_prompts_may_be_arrays(engine):

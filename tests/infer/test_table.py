@@ -17,6 +17,10 @@ PER_TOKEN = {
     "MLA f32": 576 * 4,
     "MLA bf16": 576 * 2,
     "MLA fp8": 656,
+    "MLA int8": 512 + 16 * 2 + 128,
+    "MLA fp4": 256 + 32 + 128,
+    "MLA nuq4": 256 + 32 + 128,
+    "MLA mixed": 256 + 32 + 128,
 }
 
 
@@ -29,7 +33,11 @@ def test_bytes_are_those_of_the_arrays(monkeypatch, allocate_up_to):
     for name, per_token in PER_TOKEN.items():
         row = rows[name]
         assert row.bytes_per_token == LAYERS * per_token
-        assert row.bytes == 2 * pages * (LAYERS * 128 * per_token + 4)
+        beside = LAYERS * 16 * 4 if name == "MLA nuq4" else 0
+        if name == "MLA mixed":
+            # Two pages of window and one of 64 kept tokens in int8; the indices of those, masses; slots.
+            beside = 2 * (LAYERS * (3 * 128 * (512 + 16 * 2 + 128) + 4 * 64 + 4 * (256 + 64)) + 4)
+        assert row.bytes == 2 * pages * (LAYERS * 128 * per_token + 4) + beside
         assert row.allocated == (allocate_up_to > 0)
 
 
@@ -43,6 +51,8 @@ def test_command_line(checkpoint, capsys):
     assert (report["context"], report["sequences"]) == (4096, 4)
     fp8 = next(row for row in report["caches"] if row["name"] == "MLA fp8")
     assert fp8["bytes_per_token"] == 2 * (16 + 4 + 2 * 8)
+    # 16 dims are not two halves of whole blocks: no 4-bit format holds them.
+    assert [row["name"] for row in report["caches"][2:]] == ["MLA f32", "MLA bf16", "MLA fp8", "MLA int8"]
     assert main(["table", "--checkpoint", str(checkpoint), "--context", "131072"]) == 0
     assert "131,072" in capsys.readouterr().out
     assert main(["table", "--checkpoint", str(checkpoint), "--context", "0"]) == 2

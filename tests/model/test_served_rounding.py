@@ -62,13 +62,13 @@ def teacher_forced(model, tokens, monkeypatch, served=None) -> Forced:
     def run(tokens, served):
         exact, stored = [], []
 
-        def simulate(fmt, latent, rope):
+        def simulate(fmt, latent, rope, codebook):
             parts = fmt.pack(latent, rope)
             exact.append(latent[0])
             stored.append({name: part[0] for name, part in parts.items()})
             if served is not None:
                 parts = {name: part[None] for name, part in served[len(stored) - 1].items()}
-            return fmt.unpack_latent(parts), fmt.unpack_rope(parts["rope"])
+            return fmt.unpack_latent(parts), fmt.unpack_rope(parts)
 
         with monkeypatch.context() as patch:
             patch.setattr(Format, "simulate", simulate)

@@ -9,8 +9,11 @@ import pytest
 from flax import nnx
 
 from mlaflax.cache import LatentCache
+from mlaflax.checkpoint import model_trees
 from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig
+from mlaflax.formats import GAUSSIAN_CODEBOOK
 from mlaflax.model import Transformer, init_model
+from mlaflax.model.mla import Codebook
 from mlaflax.sharding import make_mesh
 
 # Weights large enough that logits spread and attention is far from uniform.
@@ -154,3 +157,28 @@ def test_every_parameter_has_a_logical_axis_and_a_rule():
         np.testing.assert_array_equal(a, b)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         assert variable.get_metadata().get("out_sharding"), path
+
+
+def test_only_a_nuq4_model_has_codebooks_and_the_training_graph_uses_them(model):
+    assert model.codebooks() is None
+    config = dataclasses.replace(
+        CONFIG, cache_format="nuq4", attention=dataclasses.replace(CONFIG.attention, kv_lora_rank=32)
+    )
+    model = init_model(config)
+    layers = [x for x in (model.dense_layers, model.moe_layers) if x is not None]
+    assert all(isinstance(x.attn.codebook, Codebook) for x in layers)
+    np.testing.assert_array_equal(model.codebooks(), [GAUSSIAN_CODEBOOK] * config.num_layers)
+    trees = model_trees(model)
+    assert trees["state"]["moe_layers"]["attn"]["codebook"].shape == (2, 16)
+    assert "codebook" not in trees["params"]["moe_layers"]["attn"]
+
+    before = run(model, tokens(1, 20))[0]
+    for x in layers:
+        x.attn.codebook[...] = x.attn.codebook[...] * jnp.linspace(0.5, 1, 16)
+    after = run(model, tokens(1, 20))[0]
+    assert np.abs(after - before).max() > 1e-3
+    np.testing.assert_array_equal(model.unstacked().codebooks(), model.codebooks())
+    cache = LatentCache.create(config, "nuq4", num_sequences=1, max_length=128, codebook=model.codebooks())
+    served = run(model, tokens(1, 20), cache=cache)[0]
+    # A code at a boundary may fall on its other side, and later layers follow it.
+    assert np.abs(served - after).mean() < 0.1 * np.abs(served - before).mean()

@@ -6,24 +6,25 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from mlaflax.formats import get_format
+from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format
 from mlaflax.ops.mla_decode import api, merge_lse, mla_decode, xla
 
 PAGE, C, R, H = 16, 32, 8, 3
 IMPLEMENTATIONS = ["reference", "xla"]
+# After the slash, the format of the rope key.
+FORMATS = ["f32", "bf16", "fp8", "int8", "fp4", "nuq4", "fp8/fp8", "nuq4/fp8"]
 
 
 def make_pool(format: str, num_pages: int, seed: int = 0):
     """A pool of random tokens, and what each token reads as in float64: `[pages, t, c + r]`."""
     rng = np.random.default_rng(seed)
-    fmt = get_format(format)
+    fmt = get_format(*format.split("/"))
     tokens = jnp.asarray(rng.standard_normal((num_pages, PAGE, C + R)), jnp.float32)
-    packed = fmt.pack(tokens[..., :C], tokens[..., C:])
-    values = np.concatenate([fmt.unpack_latent(packed), fmt.unpack_rope(packed["rope"])], -1).astype(
-        np.float64
-    )
+    codebook = {"codebook": jnp.asarray(GAUSSIAN_CODEBOOK) * 1.1} if fmt.codebook else {}
+    packed = jax.jit(fmt.pack)(tokens[..., :C], tokens[..., C:], *codebook.values())
+    read = fmt.unpack_latent({**packed, **codebook}), fmt.unpack_rope(packed)
     pool = {name: part if name == "latent" else jnp.swapaxes(part, 1, 2) for name, part in packed.items()}
-    return fmt, pool, values
+    return fmt, {**pool, **codebook}, np.concatenate(read, -1).astype(np.float64)
 
 
 def expected(q, q_pos, values, table, page_pos, mask, scale):
@@ -80,7 +81,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("format", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_ragged_batch_with_every_edge_of_a_page(implementation, format):
     check(implementation, format, [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE - 3])
 
@@ -141,6 +142,23 @@ def test_gradients_of_queries_and_exact_latents_match_finite_differences(impleme
     check_grads(loss, (q, pool["latent"]), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("format", ["fp4/fp8", "nuq4"])
+def test_queries_have_the_same_gradient_through_packed_pools(format):
+    rng = np.random.default_rng(6)
+    fmt, pool, _ = make_pool(format, 4)
+    q = jnp.asarray(rng.standard_normal((1, 1, H, C + R)), jnp.float32)
+    table, page_pos = jnp.arange(4)[None], (jnp.arange(4) * PAGE)[None]
+
+    def loss(q, implementation):
+        out, lse = mla_decode(
+            q, jnp.array([[55]]), pool, table, page_pos, format=fmt, scale=0.3, implementation=implementation
+        )
+        return jnp.sum(out**2) + jnp.sum(lse)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    np.testing.assert_allclose(gradient(q, "xla"), gradient(q, "reference"), atol=1e-5, rtol=1e-4)
+
+
 def test_work_ends_with_the_last_visible_page():
     """A page that no query can see is not read: NaN in it would poison the output through 0 * NaN."""
     fmt, pool, _ = make_pool("f32", 8)
@@ -164,6 +182,10 @@ def test_bad_arguments_are_named():
         ({"mask": jnp.ones((1, 2), bool)}, r"mask has shape \(1, 2\): must be \(1, 2, 16\)"),
         ({"implementation": "cuda"}, "implementation = 'cuda': must be one of reference, xla"),
         ({"format": get_format("fp8")}, "format fp8 needs"),
+        (
+            {"format": get_format("nuq4"), "q": jnp.ones((1, 1, H, 2 * C + R))},
+            "format nuq4 needs .*'codebook'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             api.mla_decode(**{**good, "format": fmt, "scale": 1.0, **bad})

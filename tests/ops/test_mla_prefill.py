@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlaflax.formats import get_format
+from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format
 from mlaflax.ops.mla_decode import mla_decode
 from mlaflax.ops.mla_prefill import is_cheaper, mla_prefill, xla
 
@@ -22,11 +22,13 @@ def case(format: str, lengths, num_queries: int, seed=0):
     """Sequences of these lengths whose last `num_queries` tokens ask, pages in any order; and each token's values."""
     rng = np.random.default_rng(seed)
     b, p = len(lengths), max(1, -(-max(lengths) // PAGE))
-    fmt = get_format(format)
+    fmt = get_format(*format.split("/"))
     tokens = jnp.asarray(rng.standard_normal((b * p, PAGE, C + R)), jnp.float32)
-    packed = fmt.pack(tokens[..., :C], tokens[..., C:])
-    values = np.concatenate([fmt.unpack_latent(packed), fmt.unpack_rope(packed["rope"])], -1)
+    codebook = {"codebook": jnp.asarray(GAUSSIAN_CODEBOOK)} if fmt.codebook else {}
+    packed = jax.jit(fmt.pack)(tokens[..., :C], tokens[..., C:], *codebook.values())
+    values = np.concatenate([fmt.unpack_latent({**packed, **codebook}), fmt.unpack_rope(packed)], -1)
     pool = {name: part if name == "latent" else jnp.swapaxes(part, 1, 2) for name, part in packed.items()}
+    pool |= codebook
     table = rng.permutation(b * p).reshape(b, p).astype(np.int32)
     page_pos = np.tile(np.arange(p, dtype=np.int32) * PAGE, (b, 1))
     for i, n in enumerate(lengths):
@@ -63,7 +65,7 @@ def by_hand(q, q_pos, k_up, v_up, table, page_pos, values, scale):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("format", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("format", ["f32", "bf16", "fp8", "int8", "fp4/fp8", "nuq4"])
 def test_ragged_batch_of_chunks(implementation, format):
     # Sequences shorter than the chunk have queries before their start, which see nothing.
     args, options, values = case(format, [0, 1, 7, PAGE, 3 * PAGE + 1, 5 * PAGE - 3], num_queries=9)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mlaflax.formats import GAUSSIAN_CODEBOOK
 from mlaflax.model.transformer import init_model
 from tests.train.tiny import tiny
 from train.config import OptimizerConfig
@@ -83,6 +84,18 @@ def test_bias_moves_against_the_load(steps, batch):
     (bias,) = jax.tree.leaves(new.state)
     np.testing.assert_allclose(bias, step * np.sign(load.mean(-1, keepdims=True) - load), rtol=1e-6)
     np.testing.assert_allclose(metrics["max_load"], load.max(-1) / load.mean(-1), rtol=1e-6)
+
+
+def test_balancing_moves_no_codebook(directory, batch):
+    config = tiny(directory, optimizer=OPTIMIZER)
+    attention = dataclasses.replace(config.model.attention, kv_lora_rank=32)
+    model = dataclasses.replace(config.model, cache_format="nuq4", attention=attention)
+    steps = Steps(dataclasses.replace(config, model=model))
+    state, metrics = steps.train(steps.init(), steps.place(batch))
+    for layers in state.state.values():
+        codebooks = np.asarray(layers["attn"]["codebook"])
+        np.testing.assert_array_equal(codebooks, np.tile(GAUSSIAN_CODEBOOK, (len(codebooks), 1)))
+    assert np.any(state.state["moe_layers"]["moe"]["bias"]) and np.isfinite(metrics["loss"])
 
 
 def test_a_step_that_is_not_finite_changes_nothing(steps, batch):

@@ -18,8 +18,8 @@ class DataConfig:
         entries as the model's vocabulary.
       sequence_length: tokens in a row.
       batch_size: rows in a batch, over all hosts together.
-      align: pieces of documents start at multiples of it in a row, padded to them; the pages of a
-        mixed cache are 128 tokens of a document.
+      align: pieces of documents start at multiples of it in a row, padded to them. 1 becomes the mixed cache's page
+        where that is trained for, as its pages begin where documents do.
       needle_share: the part of the pieces into which facts and questions about them are put.
       needle_facts: facts in such a piece of `sequence_length` tokens; shorter pieces have fewer, in
         proportion.

@@ -1,5 +1,6 @@
 """Causal attention within segments, for training and for prefill without a cache."""
 
 from mlaflax.ops.attention.api import attention
+from mlaflax.ops.attention.tiered import tiered_attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "tiered_attention"]

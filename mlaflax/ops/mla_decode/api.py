@@ -33,7 +33,8 @@ def mla_decode(
     Args:
       q: absorbed queries, latent dims first, then the rotated rope dims. Unscaled.
       q_pos: position of each query; negative for padding, which sees nothing.
-      pool: the format's parts over all layers, `latent [pages, t, c]`, `rope [pages, r, t]`, ...
+      pool: the format's parts over all layers, `latent [pages, t, c]`, `rope [pages, r, t]`, ..., and
+        the layer's `codebook [16]` where the format needs one (`LatentCache.layer_pool`).
       block_table: pages to read, already offset to the layer; -1 for an unused entry. Any subset of a
         sequence's pages, in any order.
       page_pos: position of each page's first token; -1 for an unused entry.
@@ -54,12 +55,12 @@ def mla_decode(
             f"implementation = {implementation!r}: must be one of {', '.join(get_args(Implementation))}"
         )
     b, nq, _, width = q.shape
-    c, r, t = pool["latent"].shape[-1], pool["rope"].shape[-2], pool["rope"].shape[-1]
+    c, r, t = format.latent_dims(pool), pool["rope"].shape[-2], pool["rope"].shape[-1]
     if width != c + r:
         raise ValueError(f"q has width {width}: must be the latent's {c} plus the rope's {r}")
-    if set(pool) != set(format.parts(c, r)):
+    if set(pool) != format.names(c, r):
         raise ValueError(
-            f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.parts(c, r))}"
+            f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.names(c, r))}"
         )
     for name, array, shape in (
         ("q_pos", q_pos, (b, nq)),

@@ -17,14 +17,18 @@ def read_pages(
     """
     ids = jnp.maximum(ids, 0)
     b, p = ids.shape
-    pages = {name: jnp.take(array, ids, axis=0, mode="clip") for name, array in pool.items()}
-    rope = pages.pop("rope")  # [b, p, r, t]
-    r, t = rope.shape[-2:]
-    latent = {
-        name: (part if name == "latent" else jnp.swapaxes(part, -1, -2)).reshape(b, p * t, -1)
-        for name, part in pages.items()
-    }
-    rope = jnp.swapaxes(rope, 1, 2).reshape(b, r, p * t)
+    t = pool["rope"].shape[-1]
+    latent, rope = {}, {}
+    for name, array in pool.items():
+        if name == "codebook":
+            latent[name] = array
+            continue
+        part = jnp.take(array, ids, axis=0, mode="clip")  # [b, p, t, size] or [b, p, size, t]
+        if name.startswith("rope"):
+            rope[name] = jnp.swapaxes(part, 1, 2).reshape(b, -1, p * t)
+        else:
+            part = part if name == "latent" else jnp.swapaxes(part, -1, -2)
+            latent[name] = part.reshape(b, p * t, -1)
     return format.unpack_latent(latent), format.unpack_rope(rope)
 
 

@@ -45,7 +45,7 @@ def mla_decode(
 ) -> tuple[Float[Array, "b q h c"], Float[Array, "b q h"]]:
     b, nq, h, _ = q.shape
     page_size = pool["rope"].shape[-1]
-    c = pool["latent"].shape[-1]
+    c = format.latent_dims(pool)
     block = pages_per_block(b, nq * h, block_table.shape[1], page_size)
     padding = -block_table.shape[1] % block
     if padding:

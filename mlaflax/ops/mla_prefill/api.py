@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.formats import Format
 from mlaflax.ops.mla_prefill import reference, xla
@@ -28,6 +28,7 @@ def mla_prefill(
     pool: Mapping[str, Array],
     block_table: Int[Array, "b p"],
     page_pos: Int[Array, "b p"],
+    mask: Bool[Array, "b p t"] | None = None,
     *,
     format: Format,
     scale: float,
@@ -44,7 +45,7 @@ def mla_prefill(
       q_pos: position of each query; negative for padding, which sees nothing.
       k_up, v_up: from the stored basis to each head's keys (nope dims) and values: the weight of the latent's
         norm is already in them.
-      pool, block_table, page_pos, format, scale: as for `mla_decode`.
+      pool, block_table, page_pos, mask, format, scale: as for `mla_decode`.
       implementation: `reference`, `xla`, or None to pick.
 
     Returns:
@@ -59,10 +60,10 @@ def mla_prefill(
             f"implementation = {implementation!r}: must be one of {', '.join(get_args(Implementation))}"
         )
     b, nq, h, width = q.shape
-    c, r = pool["latent"].shape[-1], pool["rope"].shape[-2]
-    if set(pool) != set(format.parts(c, r)):
+    c, r, t = format.latent_dims(pool), pool["rope"].shape[-2], pool["rope"].shape[-1]
+    if set(pool) != format.names(c, r):
         raise ValueError(
-            f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.parts(c, r))}"
+            f"pool holds {sorted(pool)}: format {format.name} needs {sorted(format.names(c, r))}"
         )
     for name, array, shape in (
         ("q_pos", q_pos, (b, nq)),
@@ -70,8 +71,9 @@ def mla_prefill(
         ("v_up", v_up, (h, v_up.shape[1], c)),
         ("page_pos", page_pos, block_table.shape),
         ("block_table", block_table, (b, block_table.shape[1])),
+        ("mask", mask, (b, block_table.shape[1], t)),
     ):
-        if array.shape != shape:
+        if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}: must be {shape}")
     run = reference.mla_prefill if implementation == "reference" else xla.mla_prefill
-    return run(q, q_pos, k_up, v_up, dict(pool), block_table, page_pos, format, scale)
+    return run(q, q_pos, k_up, v_up, dict(pool), block_table, page_pos, mask, format, scale)

@@ -17,6 +17,7 @@ def mla_prefill(
     pool: Mapping[str, Array],
     block_table: Array,
     page_pos: Array,
+    mask: Array | None,
     format: Format,
     scale: float,
 ) -> tuple[Array, Array]:
@@ -26,7 +27,7 @@ def mla_prefill(
     keys = jnp.einsum("bkc,hnc->bkhn", latent, k_up)
     values = jnp.einsum("bkc,hvc->bkhv", latent, v_up)
     scores = jnp.einsum("bqhn,bkhn->bqhk", q[..., :n], keys) + jnp.einsum("bqhr,brk->bqhk", q[..., n:], rope)
-    visible = visible_keys(q_pos, page_pos, None, page_size=rope.shape[-1] // block_table.shape[1])
+    visible = visible_keys(q_pos, page_pos, mask, page_size=rope.shape[-1] // block_table.shape[1])
     scores = jnp.where(visible[:, :, None], scores * scale, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)

@@ -27,6 +27,7 @@ def mla_prefill(
     pool: Mapping[str, Array],
     block_table: Array,
     page_pos: Array,
+    mask: Array | None,
     format: Format,
     scale: float,
 ) -> tuple[Array, Array]:
@@ -39,6 +40,7 @@ def mla_prefill(
         widths = ((0, 0), (0, padding))
         block_table = jnp.pad(block_table, widths, constant_values=-1)
         page_pos = jnp.pad(page_pos, widths, constant_values=-1)
+        mask = None if mask is None else jnp.pad(mask, (*widths, (0, 0)))
 
     q = jnp.swapaxes(q.astype(jnp.float32) * scale, 1, 2)  # [b, h, q, n+r]
     q_nope, q_rope = q[..., :n], q[..., n:].reshape(b, h * nq, -1)
@@ -47,7 +49,9 @@ def mla_prefill(
     def step(i, running: Running) -> Running:
         pages = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
         latent, rope = read_pages(pool, pages(block_table), format)
-        visible = visible_keys(q_pos, pages(page_pos), None, page_size=page_size)
+        visible = visible_keys(
+            q_pos, pages(page_pos), None if mask is None else pages(mask), page_size=page_size
+        )
         keys = jnp.einsum("hnc,bkc->bhnk", k_up, latent)
         values = jnp.einsum("bkc,hvc->bhkv", latent, v_up)
         # The rope key is one for all heads: one product of all their rows.
