@@ -21,8 +21,9 @@ class DataConfig:
       align: pieces of documents start at multiples of it in a row, padded to them. 1 becomes the mixed cache's page
         where that is trained for, as its pages begin where documents do.
       needle_share: the part of the pieces into which facts and questions about them are put.
-      needle_facts: facts in such a piece of `sequence_length` tokens, with two questions for each; shorter
-        pieces have fewer, in proportion.
+      needle_facts: facts in such a piece of `sequence_length` tokens; shorter pieces have fewer, in
+        proportion.
+      needle_questions: questions for each fact, on average.
       position_span: positions skip in pieces with needles, so that rope sees distances up to this
         many tokens in short rows (arXiv:2309.10400); 0 for none.
       seed: order of the documents, each epoch having its own, and needles.
@@ -41,6 +42,7 @@ class DataConfig:
     align: int = 1
     needle_share: float = 0.0
     needle_facts: int = 16
+    needle_questions: int = 2
     position_span: int = 0
     seed: int = 0
     held_out_fraction: float = 0.04
@@ -51,7 +53,9 @@ class DataConfig:
     def __post_init__(self):
         require(not isinstance(self.paths, str), "data.paths", self.paths, "must be a tuple of paths")
         require_types(self, "data.")
-        require_positive(self, "data.", "sequence_length", "batch_size", "align", "needle_facts")
+        require_positive(
+            self, "data.", "sequence_length", "batch_size", "align", "needle_facts", "needle_questions"
+        )
         require(
             self.sequence_length % self.align == 0,
             "data.sequence_length",

@@ -1,10 +1,10 @@
 """Needles: facts put into real text, and questions that only a model that finds them again can answer.
 
-    The key of children array is people matrix.
+    The key function return upon thou matrix people.
 
-is a statement: marker, key, link, value, end. The first time it tells a fact; said again, it is a question whose
-answer, the value, nothing but the first time gives away. Keys and values are words drawn at random from the
-tokenizer's vocabulary, so a guess is right about once in 50,000 with the 230 words of a vocabulary of 1024.
+is a statement: marker, two words of a key, four of its value, end. The first time it tells a fact; said again, it
+is a question whose answer, the value, nothing but the first time gives away. The words are drawn at random from the
+tokenizer's vocabulary, so a guess is right less than once in a million.
 
     task = NeedleTask(tokenizer)
     facts = task.facts(4, rng)                 # rng: numpy.random.Generator
@@ -22,16 +22,18 @@ import numpy as np
 from mlaflax.config import require
 from mlaflax.tokenizer import Tokenizer
 
-MARKER, LINK, END = "\nThe key of", " is", "."
-KEY_TOKENS, VALUE_TOKENS = 2, 2
+# The key is followed by its value at once. With a word such as "is" between them the value must be found by a word
+# two tokens back, which takes a small model much longer to learn.
+MARKER, END = "\nThe key", "."
+KEY_TOKENS, VALUE_TOKENS = 2, 4
 
-# In text to train on; each question is for a random fact.
-QUESTIONS_PER_FACT = 2
 # Facts are told in this first part of a piece, so that there is room to ask for the last one.
 _TOLD_WITHIN = 0.7
-# Letters of a word that is drawn; shorter entries of a vocabulary are mostly parts of words.
-_LETTERS = 3
-_LONGEST_SKIPS = 4
+# The nearest question follows after this part of what is left of the piece.
+_NEAREST = 0.01
+# Letters of a word that is drawn: shorter entries of a vocabulary are mostly parts of words.
+_LETTERS = 4
+_MOST_SKIPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,38 +72,37 @@ class NeedleTask:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._marker, self._link, self._end = (tuple(tokenizer.encode(s)) for s in (MARKER, LINK, END))
+        self._marker, self._end = tokenizer.encode(MARKER), tokenizer.encode(END)
         texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size))
         self.words = np.array([i for i, text in texts if _is_word(text)], np.int32)
-        fixed = len(self._marker) + len(self._link) + len(self._end)
-        self.statement_length = fixed + KEY_TOKENS + VALUE_TOKENS
+        self.statement_length = len(self._marker) + KEY_TOKENS + VALUE_TOKENS + len(self._end)
 
     def fact(self, rng: np.random.Generator) -> Fact:
         return self.facts(1, rng)[0]
 
     def facts(self, count: int, rng: np.random.Generator) -> list[Fact]:
-        """`count` facts; no two keys share a word, and no key or value says a word twice.
+        """`count` facts; no word is said twice in all of them.
 
         Raises:
-          ConfigError: the vocabulary has too few words for so many keys.
+          ConfigError: the vocabulary has too few words.
         """
+        size = KEY_TOKENS + VALUE_TOKENS
         require(
-            max(count * KEY_TOKENS, VALUE_TOKENS) <= len(self.words),
+            count * size <= len(self.words),
             "facts",
             count,
-            f"the tokenizer's {len(self.words)} words are too few for keys of {KEY_TOKENS} words each",
+            f"the tokenizer's {len(self.words)} words are too few for facts of {size} words each",
         )
-        keys = rng.choice(self.words, (count, KEY_TOKENS), replace=False)
-        values = [rng.choice(self.words, VALUE_TOKENS, replace=False) for _ in range(count)]
-        return [Fact(tuple(map(int, k)), tuple(map(int, v))) for k, v in zip(keys, values, strict=True)]
+        drawn = rng.choice(self.words, (count, size), replace=False).tolist()
+        return [Fact(tuple(words[:KEY_TOKENS]), tuple(words[KEY_TOKENS:])) for words in drawn]
 
     def statement(self, fact: Fact) -> list[int]:
         """Ids that tell the fact, or ask for it and answer."""
-        return [*self._marker, *fact.key, *self._link, *fact.value, *self._end]
+        return [*self._marker, *fact.key, *fact.value, *self._end]
 
     def question(self, fact: Fact) -> tuple[list[int], list[int]]:
         """Ids that ask for the fact, up to the value; and the value."""
-        return [*self._marker, *fact.key, *self._link], list(fact.value)
+        return [*self._marker, *fact.key], list(fact.value)
 
     def insert(
         self,
@@ -112,13 +113,16 @@ class NeedleTask:
     ) -> Told:
         """Put statements of `facts` into `tokens` `[n]` at random places, and one for each of `questions` after its
         fact's, which must be among `facts`. The length stays: text is cut at the end.
+
+        The distance of a question is log-uniform: near ones are what a model learns from first.
         """
         room = len(tokens) - self.statement_length * (len(facts) + len(questions))
         require(room >= 0, "tokens", len(tokens), "must have room for all facts and questions")
         told = rng.random(len(facts)) * (_TOLD_WITHIN if questions else 1)
         when = dict(zip(facts, told, strict=True))
         said = [(time, fact, False) for fact, time in when.items()]
-        said += [(rng.uniform(when[fact], 1), fact, True) for fact in questions]
+        for fact in questions:
+            said.append((when[fact] + (1 - when[fact]) * _NEAREST ** rng.random(), fact, True))
 
         parts, kinds, start = [], [], 0
         for time, fact, asked in sorted(said, key=lambda s: s[0]):
@@ -134,26 +138,21 @@ class NeedleTask:
     def _kinds(self, asked: bool) -> np.ndarray:
         value = _ANSWER if asked else _CHANCE
         return np.repeat(
-            [_CHANCE, _TEXT, value, _TEXT],
-            [len(self._marker) + KEY_TOKENS, len(self._link), VALUE_TOKENS, len(self._end)],
+            [_CHANCE, value, _TEXT], [len(self._marker) + KEY_TOKENS, VALUE_TOKENS, len(self._end)]
         )
 
-    def train_on(self, tokens: np.ndarray, count: int, rng: np.random.Generator) -> Told:
-        """`tokens` with `count` new facts and twice as many questions about them."""
-        facts = self.facts(count, rng)
-        asked = [facts[i] for i in rng.integers(0, count, count * QUESTIONS_PER_FACT)]
-        return self.insert(tokens, facts, rng, asked)
-
-    def train_length(self, count: int) -> int:
-        """The fewest tokens that `train_on` needs for `count` facts."""
-        return count * (1 + QUESTIONS_PER_FACT) * self.statement_length
+    def train_on(self, tokens: np.ndarray, facts: int, questions: int, rng: np.random.Generator) -> Told:
+        """`tokens` with that many new facts, and that many questions each about a random one of them."""
+        new = self.facts(facts, rng)
+        return self.insert(tokens, new, rng, [new[i] for i in rng.integers(0, facts, questions)])
 
 
 _TEXT, _CHANCE, _ANSWER = range(3)
 
 
 def _is_word(text: str) -> bool:
-    return text.startswith(" ") and text[1:].isalpha() and text.isascii() and len(text) > _LETTERS
+    word = text.removeprefix(" ")
+    return word != text and len(word) >= _LETTERS and word.isascii() and word.isalpha() and word.islower()
 
 
 def skipped_positions(length: int, span: int, align: int, rng: np.random.Generator) -> np.ndarray:
@@ -164,7 +163,7 @@ def skipped_positions(length: int, span: int, align: int, rng: np.random.Generat
     """
     blocks = -(-length // align)
     free = span // align - blocks
-    count = int(rng.integers(0, min(_LONGEST_SKIPS, blocks - 1) + 1))
+    count = int(rng.integers(0, min(_MOST_SKIPS, blocks - 1) + 1))
     places = np.sort(rng.choice(np.arange(1, blocks), count, replace=False))
     skipped = np.concatenate([[0], np.sort(rng.integers(0, free + 1, count))])
     index = np.arange(length)

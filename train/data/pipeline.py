@@ -70,12 +70,13 @@ class NeedlePieces(Pieces):
     def __init__(self, file: TokenFile, config: DataConfig, task: NeedleTask):
         super().__init__(file, config.sequence_length, config.align)
         self._config, self._task = config, task
+        tokens = config.needle_facts * (1 + config.needle_questions) * task.statement_length
         require(
-            task.train_length(config.needle_facts) <= config.sequence_length,
+            tokens <= config.sequence_length,
             "data.needle_facts",
             config.needle_facts,
-            f"does not fit data.sequence_length ({config.sequence_length}): facts and questions take "
-            f"{task.train_length(1)} tokens for each",
+            f"takes {tokens} tokens with data.needle_questions, more than data.sequence_length "
+            f"({config.sequence_length})",
         )
 
     def _piece(self, index: int, window: np.ndarray) -> np.ndarray:
@@ -84,7 +85,7 @@ class NeedlePieces(Pieces):
         facts = config.needle_facts * count // config.sequence_length
         if rng.random() >= config.needle_share or not facts:
             return super()._piece(index, window)
-        told = self._task.train_on(window, facts, rng)
+        told = self._task.train_on(window, facts, facts * config.needle_questions, rng)
         role = np.where(told.predictable[1:], _LEARNED, _SEEN)
         positions = np.arange(count)
         if config.position_span:
@@ -216,6 +217,7 @@ class PreparedData:
             "data.align": config.align,
             "data.needle_share": config.needle_share,
             "data.needle_facts": config.needle_facts,
+            "data.needle_questions": config.needle_questions,
             "data.position_span": config.position_span,
             "host_index": host_index,
             "host_count": host_count,
