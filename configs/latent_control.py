@@ -3,8 +3,8 @@
     python -m train demo_hour
     python -m train latent_control
 
-Takes the same steps over the same tokens as `latent_qat`, some 20 minutes on two cores. What a cache format costs it is
-the cost of rounding after training.
+Takes the same steps over the same tokens as `latent_qat`. What a cache format costs it is the cost of rounding after
+training. Expect: 20 minutes on two cores that do nothing else; the loss begins at 3.1 and is below 2.7 after 100 steps.
 """
 
 import dataclasses

@@ -182,7 +182,9 @@ def test_unknown_formats_and_pairs_list_the_known_ones(name):
     message = {
         "fp9": "cache_format = 'fp9': must be one of 'f32', 'bf16', 'fp8', 'int8', 'fp4', 'nuq4'",
         "fp4/fp4": "rope_format = 'fp4': must be one of 'bf16', 'fp8'",
-    }.get(name, "rope_format = 'fp8': goes with cache_format 'fp8', 'int8', 'fp4', 'nuq4' only, not ")
+    }.get(
+        name, "rope_format = 'fp8': goes with cache_format 'fp8', 'int8', 'fp4', 'nuq4', 'mixed' only, not "
+    )
     with pytest.raises(ConfigError, match=message):
         get_format(name)
 

@@ -110,7 +110,9 @@ def test_nothing_compiles_after_warm_up(engine):
         jax.monitoring.clear_event_listeners()
 
 
-@pytest.mark.parametrize("format", ["f32", "bf16", "fp8", "fp4", "mixed"])
+@pytest.mark.parametrize(
+    "format", ["f32", "fp8", "mixed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bf16", "fp4"))]
+)
 def test_the_decode_step_updates_the_pool_in_place_and_copies_none_of_it(model, format):
     engine = Engine(model, config=EngineConfig(format, max_sequences=2))
     compiled = engine.compile_decode()
