@@ -5,7 +5,7 @@
 
 The same steps over the same tokens as `latent_control`, but each query reads its own view of the mixed cache: 8 bits
 near it and for sinks and salient tokens, 4 bits beyond. `python -m infer evaluate` tells what that is worth.
-Expect: a little longer than `latent_control`, about the same losses; held-out perplexity 14.0 where 200 steps are taken.
+Expect: a little longer than `latent_control`, about the same losses; with `--steps 200` held-out perplexity 14.0.
 """
 
 import dataclasses
