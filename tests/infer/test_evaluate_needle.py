@@ -10,10 +10,13 @@ from infer.evaluation.variants import parse_variants
 from mlaflax.config import AttentionConfig, ConfigError, MixedConfig, ModelConfig
 from mlaflax.model import init_model
 from mlaflax.tokenizer import Tokenizer
-from train.data.needle import NeedleTask
+from train.data.needle import VALUE_TOKENS, NeedleTask
 
 NAMES = [
-    a + b + c for a in ("bal", "cor", "dun", "fen") for b in ("a", "i", "o") for c in ("mer", "tis", "wen")
+    a + b + c
+    for a in ("bal", "cor", "dun", "fen")
+    for b in ("a", "i", "o")
+    for c in ("mer", "tis", "wen", "lop")
 ]
 MIXED = MixedConfig(page=8, window=8, sinks=2, salient=2, probe_stride=4)
 
@@ -100,7 +103,7 @@ def test_what_is_found_and_lost(task):
     }  # fmt: skip
     assert other["all_cold"]["needles"] == whole <= cold
     assert result["chance"]["measured"] == {300: 0, 600: 0}
-    assert result["chance"]["computed"] == len(task.words) ** -2
+    assert result["chance"]["computed"] == len(task.words) ** -float(VALUE_TOKENS)
     assert (result["trials_per_depth"], result["depths"]) == (3, [0.125, 0.375, 0.625, 0.875])
 
 
