@@ -103,7 +103,7 @@ def test_what_is_found_and_lost(task):
     }  # fmt: skip
     assert other["all_cold"]["needles"] == whole <= cold
     assert result["chance"]["measured"] == {300: 0, 600: 0}
-    assert result["chance"]["computed"] == len(task.words) ** -VALUE_TOKENS
+    assert result["chance"]["computed"] == len(task.words) ** -float(VALUE_TOKENS)
     assert (result["trials_per_depth"], result["depths"]) == (3, [0.125, 0.375, 0.625, 0.875])
 
 

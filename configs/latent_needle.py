@@ -1,0 +1,24 @@
+"""A model that reads English at 2048 tokens and finds facts again over 16 thousand, for experiments on its cache.
+
+    python -m train latent_needle
+
+Expect: TODO
+"""
+
+import dataclasses
+
+from configs import needle_512
+from train.config import CheckpointConfig, OptimizerConfig
+
+config = dataclasses.replace(
+    needle_512.config,
+    data=dataclasses.replace(
+        needle_512.config.data, sequence_length=2048, batch_size=1, needle_facts=24, seed=3
+    ),
+    optimizer=OptimizerConfig(
+        learning_rate=1.5e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.3, final_ratio=0.02
+    ),
+    checkpoint=CheckpointConfig(directory="runs/latent_needle", interval=50, initial="runs/needle_512"),
+    steps=900,
+    eval_interval=150,
+)
