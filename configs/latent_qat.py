@@ -1,11 +1,9 @@
-"""Training with the mixed cache's rounding: demo_hour goes on at a context of 2048 tokens, quantisation-aware.
+"""Training with the mixed cache's rounding: the model of needle_512 goes on at a context of 2048 tokens.
 
-    python -m train demo_hour
-    python -m train latent_qat
+    python -m train latent_qat          # after the base, see `latent_control`
 
 The same steps over the same tokens as `latent_control`, but each query reads its own view of the mixed cache: 8 bits
 near it and for sinks and salient tokens, 4 bits beyond. `python -m infer evaluate` tells what that is worth.
-Expect: a little longer than `latent_control`, about the same losses; with `--steps 200` held-out perplexity 14.0.
 """
 
 import dataclasses
