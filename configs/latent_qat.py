@@ -1,4 +1,4 @@
-"""Training with the mixed cache's rounding: the model of needle_512 goes on at a context of 2048 tokens.
+"""Training with the mixed cache's rounding: the model of needle_512 goes on with code, 2048 tokens at a time.
 
     python -m train latent_qat          # after the base, see `latent_control`
 
