@@ -184,7 +184,8 @@ def summary(variants: Sequence[Variant], rows: Rows, found: Collected) -> dict[s
                 "largest": float(np.abs(apart).max()),
             }
         if variant.tiered:
-            values["cold_share"] = cold_share(variant.mixed, context)
+            for scope, where in scopes.items():
+                values[scope]["cold_share"] = cold_share(variant.mixed, context, where.start)
         result["variants"][variant.name] = values
     return result
 
@@ -209,12 +210,12 @@ def _compared(scores: Scores, base: Scores, documents: np.ndarray, where: slice)
     }
 
 
-def cold_share(config: MixedConfig, context: int) -> dict[str, float]:
-    """Share of the tokens up to itself that a query reads cold.
+def cold_share(config: MixedConfig, context: int, start: int = 0) -> dict[str, float]:
+    """Share of the tokens up to itself that a query reads cold, over the queries from `start` on.
 
     Every query past the window keeps as many tokens as there are places for, so it follows from positions alone.
     """
-    position = np.arange(context)
+    position = np.arange(start, context)
     before_window = np.maximum(0, (position // config.page - config.ring + 1) * config.page)
     share = np.maximum(0, before_window - config.kept) / (position + 1)
     return {"mean": float(share.mean()), "last": float(share[-1])}

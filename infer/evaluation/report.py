@@ -125,7 +125,7 @@ def _ppl_tables(result: dict[str, Any]) -> list[Table]:
                 "-" if real is None else with_error(real["perplexity_change_percent"], real["perplexity_change_error"]),
                 f"{here['kl']:.2e}" if math.isfinite(here["kl"]) else "not finite",
                 number(100 * here["top1_agreement"], 2),
-                number(100 * values["cold_share"]["mean"], 1) if "cold_share" in values else "-",
+                number(100 * here["cold_share"]["mean"], 1) if "cold_share" in here else "-",
             ])  # fmt: skip
         if not rows:
             continue

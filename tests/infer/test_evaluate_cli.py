@@ -183,7 +183,7 @@ def test_what_is_no_number_is_said_so():
 FIGURES = {
     "perplexity": {"percent": 0.01, "error": 0.01},
     "control": None,
-    "cold_share": {"last": 0.84, "mean": 0.7},
+    "cold_share": {"last": 0.7, "mean": 0.84},
     "deleted": {"percent": 5.0, "error": 1.0},
     "needle": {"variants": {"mixed": {"lost": 0, "baseline_found": 20}}},
 }
@@ -201,7 +201,7 @@ FIGURES = {
         ({"perplexity": {"percent": 0.0, "error": None}}, ["standard error beside bf16"]),
         ({"perplexity": {"percent": float("nan"), "error": 0.0}}, ["perplexity beside bf16"]),
         ({"control": {"percent": 0.2, "error": 0.01}}, ["perplexity beside the control +0.200"]),
-        ({"cold_share": {"last": 0.79, "mean": 0.9}}, ["79.0% of the tokens cold"]),
+        ({"cold_share": {"last": 0.9, "mean": 0.79}}, ["79.0% of the tokens cold"]),
         ({"deleted": {"percent": 0.9, "error": 0.1}}, ["without cold tokens +0.900"]),
         ({"needle": {"variants": {"mixed": {"lost": 1, "baseline_found": 9}}}}, ["1 needles lost of 9"]),
         ({"needle": {"variants": {"mixed": {"lost": 0, "baseline_found": 0}}}}, ["bf16 finds no needle"]),

@@ -124,6 +124,7 @@ def test_the_share_of_cold_tokens_is_what_the_cache_keeps(model):
     # Queries 0 to 23 read at most 16 tokens before them hot, of which 8 are kept.
     assert ppl.cold_share(MIXED, 24)["mean"] == 0
     assert ppl.cold_share(MIXED, 32)["mean"] == pytest.approx(sum(8 / (i + 1) for i in range(24, 32)) / 32)
+    assert ppl.cold_share(MIXED, 32, 24)["mean"] == pytest.approx(sum(8 / (i + 1) for i in range(24, 32)) / 8)
 
 
 def test_weights_that_are_no_numbers_are_reported():
