@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from mlaflax.config import require, require_cache_format
 
@@ -35,6 +35,7 @@ FP8_MAX = 448.0  # largest finite e4m3fn; a cast from above 464 gives NaN, so va
 INT8_GROUP = 32
 _E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_MAX = _E2M1_LEVELS[-1]
+E2M1_UNIT = 2.0**-14  # what e2m1's 1 is with its exponent in float16's place
 BLOCK = 16  # dims that share a scale in the 4-bit formats
 CODEBOOK_SIZE = 16
 
@@ -201,19 +202,20 @@ def to_e4m3_bits(x: Float[Array, "..."]) -> Array:
     return lax.bitcast_convert_type(clamped.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
-def from_e4m3_bits(bits: Array) -> Float[Array, "..."]:
-    """Exact float32 values of e4m3fn bits (finite ones: the cache holds no NaN but as scales).
+def _from_half_bits(bits: Array) -> Float[Array, "..."]:
+    """Float32 values of float16 bits as uint16.
 
-    Integer arithmetic, without float32 subnormals, which XLA flushes: exponent and mantissa go to
-    their float32 places as if every code were normal; a subnormal code m * 2^-9 then reads as
-    2^-7 (1 + m/8), which 2 f - 2^-6 puts right.
+    float16 has room for the narrower floats: their exponents and mantissas, subnormal ones too, are float16's after a
+    shift, times a power of two. One instruction of a CPU makes float32 of it; no float32 is subnormal on the way,
+    which XLA would flush.
     """
-    wide = bits.astype(jnp.uint32)
-    sign = (wide & 0x80) << 24
-    magnitude = (wide & 0x7F) << 20
-    value = lax.bitcast_convert_type(magnitude + jnp.uint32(120 << 23), jnp.float32)
-    value = jnp.where(magnitude < (1 << 23), 2.0 * value - 2.0**-6, value)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint32) | sign, jnp.float32)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+
+def from_e4m3_bits(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """Exact float32 values of e4m3fn bits (finite ones: the cache holds no NaN but as scales)."""
+    wide = bits.astype(jnp.uint16)
+    return _from_half_bits((wide & 0x7F) << 7 | (wide & 0x80) << 8) * 2.0**8
 
 
 def _e2m1_passed(magnitude: Array) -> Iterator[Array]:
@@ -239,16 +241,10 @@ def to_e2m1_codes(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     return functools.reduce(jnp.add, passed) | sign
 
 
-def from_e2m1_codes(codes: UInt8[Array, "..."]) -> Int8[Array, "..."]:
-    """Twice the values of e2m1fn codes from 0 to 15, which are whole numbers from -12 to 12.
-
-    Arithmetic on bytes, of which a vector holds four times as many as of floats.
-    """
-    # 0 1 2 3 4 5 6 7 -> 0 1 2 3 4 6 8 12
-    code = codes & 7
-    magnitude = code + jnp.maximum(code, 4) + 2 * jnp.maximum(code, 6) - jnp.uint8(16)
-    minus = -lax.bitcast_convert_type(codes >> 3, jnp.int8)  # all bits of a negative one
-    return (lax.bitcast_convert_type(magnitude, jnp.int8) ^ minus) - minus
+def from_e2m1_codes(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """The values of e2m1fn codes from 0 to 15, times `E2M1_UNIT`."""
+    wide = codes.astype(jnp.uint16)
+    return _from_half_bits((wide & 7) << 9 | (wide & 8) << 12)
 
 
 def pack_nibbles(codes: UInt8[Array, "... c"]) -> UInt8[Array, "... c/2"]:
@@ -397,8 +393,8 @@ def _fp4_pack(latent: Array, codebook: Array | None) -> Parts:
 
 
 def _fp4_unpack(parts: Mapping[str, Array]) -> Array:
-    values = from_e2m1_codes(unpack_nibbles(parts["latent"])).astype(jnp.float32)
-    scale = 0.5 * scale_values(parts["scale"])
+    values = from_e2m1_codes(unpack_nibbles(parts["latent"]))
+    scale = scale_values(parts["scale"]) / E2M1_UNIT
     return _ungrouped(_grouped(values, BLOCK) * scale[..., None], values.shape[-1])
 
 
