@@ -26,7 +26,6 @@ config = dataclasses.replace(
         sequence_length=2048,
         batch_size=1,
         needle_share=0.4,
-        needle_facts=24,
         seed=4,
     ),
     optimizer=OptimizerConfig(
