@@ -10,8 +10,8 @@ On rows of text that the run held out, all of them through the same weights:
     deleting     these tokens raises perplexity by 1 % or more: they are needed
     needles      none is lost that bf16 finds, and bf16 finds some
 
-Salient tokens are compared with as many random ones, and with a longer window of the same bytes: whether they differ
-by more than two standard errors is told, and decides nothing. So is the control, where it is given, with --check.
+Salient tokens are compared with none, with as many random ones, and with a longer window of the same bytes: whether
+they differ by more than two standard errors is told, and decides nothing.
 """
 
 import argparse
@@ -92,14 +92,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return dataclasses.replace(mixed, name=name, mixed=dataclasses.replace(sizes, **changes))
 
     bf16 = parse_variant("bf16", config)
-    # As many pages: the kept ones become part of the window.
-    wider = {"window": sizes.window + sizes.kept_pages * sizes.page, "sinks": 0, "salient": 0}
+    # Where the cache keeps no salient tokens, those that would fill the page of its sinks.
+    salient = dataclasses.replace(sizes, salient=sizes.salient or -sizes.sinks % sizes.page or sizes.page)
     variants = [
         bf16,
         dataclasses.replace(mixed, name="mixed"),
         variant("deleted", cold="none"),
-        variant("random", choose="random"),
-        variant("window", **wider),
+        variant("salient", salient=salient.salient, choose="attention"),
+        variant("none", salient=0),
+        variant("random", salient=salient.salient, choose="random"),
+        # As many pages: the kept ones become part of the window.
+        variant("window", window=sizes.window + salient.kept_pages * sizes.page, sinks=0, salient=0),
     ]
     text = held_out_text(args.checkpoint, tokenizer, args.text)
     rows = rows_of(text, args.context, max_rows=args.rows, seed=args.seed)
@@ -126,8 +129,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "perplexity": against(real["mixed"], real["bf16"]),
         "cold_share": ppl.cold_share(sizes, args.context, where.start),
         "deleted": against(simulated["deleted"], simulated["bf16"]),
-        "random": against(real["random"], real["mixed"]),
-        "window": against(real["window"], real["mixed"]),
+        "salient": salient.salient,
+        **{name: against(real[name], real["salient"]) for name in ("none", "random", "window")},
         "bytes_per_token": {
             v.name: v.bytes_per_token(config, args.context) for v in variants if v.name != "deleted"
         },
@@ -207,17 +210,21 @@ def lines(figures: dict[str, Any]) -> list[str]:
         found.append(f"{'control':12} {percent(figures['control'])} perplexity beside the control's bf16")
     cold = figures["cold_share"]
     found += [
-        f"{'cold':12} {cold['mean']:.1%} of the tokens that these read, {cold['last']:.1%} of those a row's last query does",
+        f"{'cold':12} {cold['mean']:.1%} of the tokens that these read, {cold['last']:.1%} at the end of a row",
         f"{'deleted':12} {percent(figures['deleted'])} perplexity without cold tokens, beside bf16",
         f"{'needles':12} {needles['lost']} lost of {needles['baseline_found']} that bf16 finds, "
         f"of {needles['trials']} asked for",
     ]
     for name, what in (
-        ("random", "random tokens for salient ones"),
+        ("none", "nothing"),
+        ("random", "random tokens"),
         ("window", "a longer window of the same bytes"),
     ):
         verdict = "more" if figures[name]["differs"] else "not more"
-        found.append(f"{name:12} {percent(figures[name])} perplexity with {what}: {verdict} than two errors")
+        found.append(
+            f"{name:12} {percent(figures[name])} perplexity with {what} in place of {figures['salient']} salient "
+            f"tokens: {verdict} than two errors"
+        )
     return found
 
 

@@ -296,7 +296,8 @@ class MixedConfig:
       page: tokens in a page; of the cache's pages, too.
       window: tokens before a query's own page that it reads in 8 bits; a multiple of `page`.
       sinks: tokens at the beginning of a sequence that stay in 8 bits.
-      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get.
+      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get. None by default:
+        they changed no perplexity that could be measured (docs/design.md).
       choose: what makes a token salient: "attention", or "random" as a control.
       probe_stride: queries at multiples of this position measure attention; must divide `page`.
     """
@@ -306,7 +307,7 @@ class MixedConfig:
     page: int = 128
     window: int = 128
     sinks: int = 4
-    salient: int = 60
+    salient: int = 0
     choose: SalienceRule = "attention"
     probe_stride: int = 8
 
