@@ -10,8 +10,8 @@ pages, `measure`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Self, TypeVar
+from collections.abc import Mapping
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,6 @@ from mlaflax.config import AttentionConfig, MixedConfig
 from mlaflax.formats import Format, Part, get_format
 from mlaflax.ops.mla_decode.pages import read_pages, visible_keys
 from mlaflax.salience import salience, strongest
-
-T = TypeVar("T")
 
 
 class Pages(NamedTuple):
@@ -113,12 +111,12 @@ class HotTier:
         rows = self.rows(layer)
         ids = self._page_ids(layer)
 
-        def choose(hot: Self) -> Self:
+        def choose(_):
             page = position // config.page
             leaving = page % config.ring
             kept, ring_mass = config.kept, config.ring * config.page
-            mass = hot.mass[rows]
-            old_index = hot.index[rows]
+            mass = self.mass[rows]
+            old_index = self.index[rows]
             offset = jnp.arange(config.page, dtype=jnp.int32)
             first = (page - config.ring) * config.page
             # While the ring is not full yet, nothing leaves; position 0 starts a sequence with nothing kept.
@@ -137,22 +135,31 @@ class HotTier:
             # Rows of the kept pages, of which the last may be filled in part, then of the leaving page.
             source = jnp.where(chosen < kept, chosen, chosen - kept + config.kept_pages * config.page)
             source = jnp.pad(source, ((0, 0), (0, config.kept_pages * config.page - kept)))
-            to_rows = jnp.where(begins, rows, hot.index.shape[0])  # past the end: dropped
-            to_pages = jnp.where(begins[:, None], kept_ids, hot.pool["rope"].shape[0])
-            pool = {}
-            for name, part in hot._parts().items():
-                tokens = _token_rows(hot.pool[name][sources], part)
+            pages = {}
+            for name, part in self._parts().items():
+                tokens = _token_rows(self.pool[name][sources], part)
                 tokens = jnp.take_along_axis(tokens, source[..., None], axis=1)
-                pages = _paged(tokens, part, config.page)
-                pool[name] = hot.pool[name].at[to_pages].set(pages, mode="drop")
-            return dataclasses.replace(
-                hot,
-                index=hot.index.at[to_rows].set(new_index, mode="drop"),
-                mass=hot.mass.at[to_rows, ring_mass:].set(new_mass, mode="drop"),
-                pool=pool,
+                pages[name] = _paged(tokens, part, config.page)
+            return new_index, new_mass, pages
+
+        def keep(_):
+            kept_ids = ids[:, config.ring :]
+            return (
+                self.index[rows],
+                self.mass[rows, config.ring * config.page :],
+                {name: array[kept_ids] for name, array in self.pool.items()},
             )
 
-        return _if(jnp.any(begins), choose, self)
+        # Small results: the pool itself must not pass through a branch, which may copy it.
+        index, mass, pages = jax.lax.cond(jnp.any(begins), choose, keep, None)
+        rows = jnp.where(begins, rows, self.index.shape[0])  # past the end: dropped
+        kept_ids = jnp.where(begins[:, None], ids[:, config.ring :], self.pool["rope"].shape[0])
+        return dataclasses.replace(
+            self,
+            index=self.index.at[rows].set(index, mode="drop"),
+            mass=self.mass.at[rows, config.ring * config.page :].set(mass, mode="drop"),
+            pool={n: array.at[kept_ids].set(pages[n], mode="drop") for n, array in self.pool.items()},
+        )
 
     def append(
         self,
@@ -234,17 +241,18 @@ class HotTier:
         q_pos = jnp.where(q_pos % config.probe_stride == 0, q_pos, -1)
         pages = self.pages(layer, page)
 
-        def add(mass: Array) -> Array:
+        def attention(_):
             latent, rope = read_pages(pages.pool, pages.block_table, self.format)
             c = latent.shape[-1]
             scores = jnp.einsum("bqhc,bkc->bqhk", q[..., :c] * scale, latent)
             scores += jnp.einsum("bqhr,brk->bqhk", q[..., c:] * scale, rope)
             visible = visible_keys(q_pos, pages.page_pos, pages.mask, page_size=config.page)
-            got = jnp.sum(jnp.where(visible[:, :, None], jnp.exp(scores - lse[..., None]), 0.0), axis=(1, 2))
-            # Without the empty places of the last kept page.
-            return mass.at[self.rows(layer)].add(got[:, : mass.shape[1]])
+            return jnp.sum(jnp.where(visible[:, :, None], jnp.exp(scores - lse[..., None]), 0.0), axis=(1, 2))
 
-        return dataclasses.replace(self, mass=_if(jnp.any(q_pos >= 0), add, self.mass))
+        b, hot = q.shape[0], pages.block_table.shape[1] * config.page
+        got = jax.lax.cond(jnp.any(q_pos >= 0), attention, lambda _: jnp.zeros((b, hot)), None)
+        got = got[:, : self.mass.shape[1]]  # beyond: the empty places of the last kept page
+        return dataclasses.replace(self, mass=self.mass.at[self.rows(layer)].add(got))
 
     def _parts(self) -> dict[str, Part]:
         return self.format.parts(self.format.latent_dims(self.pool), self.pool["rope"].shape[-2])
@@ -259,11 +267,3 @@ def _token_rows(pages: Array, part: Part) -> Array:
 def _paged(rows: Array, part: Part, page_size: int) -> Array:
     pages = rows.reshape(rows.shape[0], -1, page_size, part.size)
     return pages if part.token_major else jnp.swapaxes(pages, -1, -2)
-
-
-def _if(condition: Array, change: Callable[[T], T], state: T) -> T:
-    """`change(state)` where the condition holds, else `state`.
-
-    A loop of one turn or none, whose state is changed in place. `lax.cond` may copy it.
-    """
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: change(state), state)
