@@ -296,8 +296,7 @@ class MixedConfig:
       page: tokens in a page; of the cache's pages, too.
       window: tokens before a query's own page that it reads in 8 bits; a multiple of `page`.
       sinks: tokens at the beginning of a sequence that stay in 8 bits.
-      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get. None by default:
-        they changed no perplexity that could be measured (docs/design.md).
+      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get.
       choose: what makes a token salient: "attention", or "random" as a control.
       probe_stride: queries at multiples of this position measure attention; must divide `page`.
     """
@@ -307,7 +306,7 @@ class MixedConfig:
     page: int = 128
     window: int = 128
     sinks: int = 4
-    salient: int = 0
+    salient: int = 60
     choose: SalienceRule = "attention"
     probe_stride: int = 8
 

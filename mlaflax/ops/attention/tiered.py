@@ -185,7 +185,8 @@ def _forward(q, hot, cold, segment_ids, scale, config: MixedConfig):
 
         def add(running: Running, keys: _Keys) -> Running:
             return running.add(
-                jnp.where(keys.visible[:, None], _wide("bhqn,bhkn->bhqk", qi, keys.k), -jnp.inf),
+                _wide("bhqn,bhkn->bhqk", qi, keys.k),
+                keys.visible[:, None],
                 lambda weights: _wide("bhqk,bhkv->bhqv", weights.astype(keys.v.dtype), keys.v),
             )
 
