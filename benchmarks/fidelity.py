@@ -98,12 +98,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         bf16,
         dataclasses.replace(mixed, name="mixed"),
         variant("deleted", cold="none"),
-        variant("salient", salient=salient.salient, choose="attention"),
         variant("none", salient=0),
         variant("random", salient=salient.salient, choose="random"),
         # As many pages: the kept ones become part of the window.
         variant("window", window=sizes.window + salient.kept_pages * sizes.page, sinks=0, salient=0),
     ]
+    attended = "mixed"
+    if dataclasses.replace(salient, choose="attention") != sizes:
+        attended = "salient"
+        variants.append(variant("salient", salient=salient.salient, choose="attention"))
     text = held_out_text(args.checkpoint, tokenizer, args.text)
     rows = rows_of(text, args.context, max_rows=args.rows, seed=args.seed)
     far = far_from(variants, args.context)
@@ -130,7 +133,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "cold_share": ppl.cold_share(sizes, args.context, where.start),
         "deleted": against(simulated["deleted"], simulated["bf16"]),
         "salient": salient.salient,
-        **{name: against(real[name], real["salient"]) for name in ("none", "random", "window")},
+        **{name: against(real[name], real[attended]) for name in ("none", "random", "window")},
         "bytes_per_token": {
             v.name: v.bytes_per_token(config, args.context) for v in variants if v.name != "deleted"
         },

@@ -1,4 +1,4 @@
-"""A model that reads English at 2048 tokens and finds facts again over 16 thousand, for experiments on its cache.
+"""Training to find facts again at positions up to 20 thousand, in rows of 2048 tokens: for experiments on the cache.
 
     python -m train latent_needle
 

@@ -6,7 +6,7 @@ The same steps over the same tokens as `latent_control`, but in the second half 
 mixed cache: 8 bits near it and for sinks and salient tokens, 4 bits beyond. `python -m infer evaluate` tells what
 that is worth.
 
-Expect: under 20 minutes on two cores; held-out perplexity 14.5.
+Expect: some 20 minutes on two cores; held-out perplexity 14.5.
 """
 
 import dataclasses

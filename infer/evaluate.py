@@ -7,7 +7,7 @@
 
 Text is what the run held out (config.json says what it trained on), or your own with --text.
 
-python -m infer evaluate --checkpoint runs/latent_base --report report
+python -m infer evaluate --checkpoint runs/latent_qat --report report
 
 python -m infer evaluate --checkpoint runs/demo --suites ppl --formats fp8 --formats mixed:window=256,salient=0
 """
