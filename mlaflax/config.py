@@ -296,17 +296,18 @@ class MixedConfig:
       page: tokens in a page; of the cache's pages, too.
       window: tokens before a query's own page that it reads in 8 bits; a multiple of `page`.
       sinks: tokens at the beginning of a sequence that stay in 8 bits.
-      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get.
+      salient: most tokens, beside sinks and window, that stay in 8 bits for the attention they get. None by default:
+        they changed no perplexity that could be measured (docs/design.md).
       choose: what makes a token salient: "attention", or "random" as a control.
       probe_stride: queries at multiples of this position measure attention; must divide `page`.
     """
 
     hot: HotFormat = "int8"
-    cold: ColdFormat = "fp4"
+    cold: ColdFormat = "nuq4"
     page: int = 128
     window: int = 128
     sinks: int = 4
-    salient: int = 60
+    salient: int = 0
     choose: SalienceRule = "attention"
     probe_stride: int = 8
 
@@ -347,6 +348,11 @@ class MixedConfig:
     def kept_pages(self) -> int:
         """Pages that hold them."""
         return -(-self.kept // self.page)
+
+    @property
+    def measured(self) -> int:
+        """Tokens whose attention is measured: those of the ring, which may become salient, and the salient ones."""
+        return self.ring * self.page + self.salient if self.salient else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,9 @@
 A token's salience is its normalised attention mass (ZipCache, arXiv:2405.14256): the attention it got from the
 probing queries, those at multiples of `MixedConfig.probe_stride`, summed over heads and divided by their number.
 It is measured while the token is read in 8 bits. When a page leaves the window, its tokens and those kept so far
-compete: the most salient stay, sinks before all others, and the rest are read in 4 bits from then on. So the
-choice depends on the past alone, at places that positions alone determine, however the text was cut into calls.
+compete: the most salient stay, and the rest are read in 4 bits from then on. Sinks do not compete: they stay for
+their position. So the choice depends on the past alone, at places that positions alone determine, however the text
+was cut into calls.
 """
 
 import jax
@@ -25,7 +26,7 @@ def salience(
       page: number of the page that begins, in the sequence.
 
     Returns:
-      Mass per probing query; infinity for sinks, -infinity for no token.
+      Mass per probing query; -infinity for sinks and for no token.
     """
     stride = config.probe_stride
     # Probes at multiples of `stride`, from `index` on and before the page: the page begins at one of them.
@@ -34,8 +35,13 @@ def salience(
     if config.choose == "random":
         # A number of the token's own (Fibonacci hashing, Knuth 6.4), so that a choice once made can last.
         worth = (index.astype(jnp.uint32) * jnp.uint32(2654435769) >> 8).astype(jnp.float32)
-    worth = jnp.where(index < config.sinks, jnp.inf, worth)
-    return jnp.where(index >= 0, worth, -jnp.inf)
+    return jnp.where(index >= config.sinks, worth, -jnp.inf)
+
+
+def sink_index(page: Int[Array, " b"], config: MixedConfig) -> Int[Array, "b s"]:
+    """Index in its sequence of each sink that queries on page `page` keep, -1 while it is in the window or ahead."""
+    index = jnp.arange(config.sinks, dtype=jnp.int32)
+    return jnp.where(index // config.page <= page[:, None] - config.ring, index, -1)
 
 
 def strongest(worth: Float[Array, "b k"], count: int) -> tuple[Int[Array, "b e"], Float[Array, "b e"]]:

@@ -55,8 +55,8 @@ class Worker:
         )
         if cache.hot is not None:
             hot = cache.hot
-            before = max(0, context - hot.config.ring * hot.config.page)
-            kept = np.linspace(0, before, hot.config.kept, endpoint=False).astype(np.int32)
+            sinks, before = hot.config.sinks, max(0, context - hot.config.ring * hot.config.page)
+            kept = np.linspace(sinks, before, hot.config.salient, endpoint=False).astype(np.int32)
             index = jnp.broadcast_to(jnp.asarray(kept), hot.index.shape)
             hot = dataclasses.replace(hot, pool=noise(hot.format, hot.pool), index=index)
             cache = dataclasses.replace(cache, hot=hot)

@@ -84,6 +84,7 @@ class CacheReader:
         near = np.zeros(count, bool)
         # The window of the first token asked; later ones have left no more of the text in it.
         near[max(0, (count // config.page - config.ring + 1) * config.page) :] = True
+        near[: config.sinks] = True
         index = np.asarray(cache.hot.index)
         near[index[index >= 0]] = True
         return near

@@ -1,8 +1,9 @@
 """The hot tier of the mixed cache: 8-bit copies of the tokens that matter most, per sequence and layer.
 
 Each sequence has, in each layer, `ring` pages for its newest tokens (the page at hand and the window before it) and
-`kept_pages` for sinks and salient tokens. All of them are pages of one flat pool, read by the ops that read every
-other page. Which tokens are kept is the rule of `mlaflax.salience`.
+`kept_pages` for sinks and, behind them, salient tokens. All of them are pages of one flat pool, read by the ops that
+read every other page. Sinks are written to both places at once; which others are kept is the rule of
+`mlaflax.salience`.
 
 A call goes page by page: `begin_page`, `append`, attend to `pages` and to what `reads_cold` leaves of the cold
 pages, `measure`.
@@ -20,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mlaflax.config import AttentionConfig, MixedConfig
 from mlaflax.formats import Format, Part, get_format
 from mlaflax.ops.mla_decode.pages import read_pages, visible_keys
-from mlaflax.salience import salience, strongest
+from mlaflax.salience import salience, sink_index, strongest
 
 
 class Pages(NamedTuple):
@@ -54,9 +55,9 @@ class HotTier:
     Attributes:
       pool: parts of the hot format, `[layers * sequences * pages, t, size]` or `[..., size, t]`: for each layer
         and sequence the ring, then the kept pages.
-      index: int32 `[layers * sequences, e]`, index in its sequence of each kept token, -1 for none.
+      index: int32 `[layers * sequences, e]`, index in its sequence of each salient token, -1 for none.
       mass: float32 `[layers * sequences, ring * t + e]`, attention measured so far of each token in the ring and
-        of each kept one.
+        of each salient one; without salient tokens there is none of it.
       slots: int32 `[b]`, the sequence that each row of a call belongs to.
       config: sizes and formats.
       num_sequences: sequences that there is room for.
@@ -77,8 +78,8 @@ class HotTier:
         rows = num_layers * num_sequences
         return cls(
             pool=empty_pages(parts, rows * (config.ring + config.kept_pages), config.page),
-            index=jnp.full((rows, config.kept), -1, jnp.int32),
-            mass=jnp.zeros((rows, config.ring * config.page + config.kept), jnp.float32),
+            index=jnp.full((rows, config.salient), -1, jnp.int32),
+            mass=jnp.zeros((rows, config.measured), jnp.float32),
             slots=jnp.arange(num_sequences, dtype=jnp.int32),
             config=config,
             num_sequences=num_sequences,
@@ -105,16 +106,17 @@ class HotTier:
         the page that leaves the window.
         """
         config = self.config
-        if not config.kept:
+        if not config.salient:
             return self
         begins &= position % config.page == 0
         rows = self.rows(layer)
         ids = self._page_ids(layer)
+        kept_ids = ids[:, config.ring :]
+        ring_mass = config.ring * config.page
 
         def choose(_):
             page = position // config.page
             leaving = page % config.ring
-            kept, ring_mass = config.kept, config.ring * config.page
             mass = self.mass[rows]
             old_index = self.index[rows]
             offset = jnp.arange(config.page, dtype=jnp.int32)
@@ -127,14 +129,16 @@ class HotTier:
             worth = jnp.concatenate(
                 [mass[:, ring_mass:], jnp.take_along_axis(mass, place, axis=1)], axis=1
             )  # fmt: skip
-            chosen, best = strongest(salience(index, worth, page, config), kept)
+            chosen, best = strongest(salience(index, worth, page, config), config.salient)
             new_index = jnp.where(best > -jnp.inf, jnp.take_along_axis(index, chosen, axis=1), -1)
             new_mass = jnp.take_along_axis(worth, chosen, axis=1)
-            kept_ids = ids[:, config.ring :]
             sources = jnp.concatenate([kept_ids, jnp.take_along_axis(ids, leaving[:, None], axis=1)], axis=1)
-            # Rows of the kept pages, of which the last may be filled in part, then of the leaving page.
-            source = jnp.where(chosen < kept, chosen, chosen - kept + config.kept_pages * config.page)
-            source = jnp.pad(source, ((0, 0), (0, config.kept_pages * config.page - kept)))
+            # Rows of the kept pages, sinks first, of which the last may be filled in part, then of the leaving page.
+            places = config.kept_pages * config.page
+            from_kept = chosen < config.salient
+            source = jnp.where(from_kept, config.sinks + chosen, places - config.salient + chosen)
+            same = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), (page.shape[0], places))
+            source = same.at[:, config.sinks : config.kept].set(source)
             pages = {}
             for name, part in self._parts().items():
                 tokens = _token_rows(self.pool[name][sources], part)
@@ -143,21 +147,20 @@ class HotTier:
             return new_index, new_mass, pages
 
         def keep(_):
-            kept_ids = ids[:, config.ring :]
             return (
                 self.index[rows],
-                self.mass[rows, config.ring * config.page :],
+                self.mass[rows, ring_mass:],
                 {name: array[kept_ids] for name, array in self.pool.items()},
             )
 
         # Small results: the pool itself must not pass through a branch, which may copy it.
         index, mass, pages = jax.lax.cond(jnp.any(begins), choose, keep, None)
         rows = jnp.where(begins, rows, self.index.shape[0])  # past the end: dropped
-        kept_ids = jnp.where(begins[:, None], ids[:, config.ring :], self.pool["rope"].shape[0])
+        kept_ids = jnp.where(begins[:, None], kept_ids, self.pool["rope"].shape[0])
         return dataclasses.replace(
             self,
             index=self.index.at[rows].set(index, mode="drop"),
-            mass=self.mass.at[rows, config.ring * config.page :].set(mass, mode="drop"),
+            mass=self.mass.at[rows, ring_mass:].set(mass, mode="drop"),
             pool={n: array.at[kept_ids].set(pages[n], mode="drop") for n, array in self.pool.items()},
         )
 
@@ -169,18 +172,29 @@ class HotTier:
         positions: Int[Array, "b q"],
         valid: Bool[Array, "b q"],
     ) -> Self:
-        """Write tokens of one page per sequence into the ring; those that are not `valid` are dropped."""
+        """Write tokens of one page per sequence into the ring, sinks to their place, too; those that are not `valid`
+        are dropped.
+        """
         config = self.config
-        slot = positions // config.page % config.ring
-        offset = positions % config.page
-        page = jnp.take_along_axis(self._page_ids(layer), slot, axis=1)
-        page = jnp.where(valid, page, self.pool["rope"].shape[0])
+        number, offset = positions // config.page, positions % config.page
+        slot = number % config.ring
+        ids = self._page_ids(layer)
+        nowhere = self.pool["rope"].shape[0]
+        page = jnp.where(valid, jnp.take_along_axis(ids, slot, axis=1), nowhere)
         packed = self.format.pack(latent, rope)
+        if config.sinks:
+            kept = jnp.take_along_axis(ids, config.ring + jnp.minimum(number, config.kept_pages - 1), axis=1)
+            sink = jnp.where(valid & (positions < config.sinks), kept, nowhere)
+            page, offset = jnp.concatenate([page, sink], axis=1), jnp.tile(offset, (1, 2))
+            packed = {name: jnp.tile(part, (1, 2, 1)) for name, part in packed.items()}
         pool = {}
         for name, part in self._parts().items():
             array = self.pool[name]
             at = array.at[page, offset] if part.token_major else array.at[page, :, offset]
             pool[name] = at.set(packed[name], mode="drop")
+        if not config.salient:
+            return dataclasses.replace(self, pool=pool)
+        offset = positions % config.page
         row = jnp.where(valid, self.rows(layer)[:, None], self.mass.shape[0])
         mass = self.mass.at[row, slot * config.page + offset].set(0.0, mode="drop")
         return dataclasses.replace(self, pool=pool, mass=mass)
@@ -198,7 +212,7 @@ class HotTier:
             # Kept tokens lie anywhere before the window. Told that they are the first ones, the op finds all of
             # them before the query: a query that keeps any is past its first page.
             page_pos = jnp.concatenate([page_pos, jnp.zeros((b, config.kept_pages), jnp.int32)], axis=1)
-            there = self.index[self.rows(layer)] >= 0
+            there = self.kept(layer, page) >= 0
             there = jnp.pad(there, ((0, 0), (0, config.kept_pages * config.page - config.kept)))
             mask = jnp.concatenate([jnp.ones((b, config.ring * config.page), bool), there], axis=1)
             mask = mask.reshape(b, -1, config.page)
@@ -214,11 +228,17 @@ class HotTier:
         if not config.kept:
             return page_pos, None
         b, p = page_pos.shape
-        index = self.index[self.rows(layer)]
-        index = jnp.where(index >= 0, index, p * config.page)
-        mask = jnp.ones((b, p * config.page), bool)
-        mask = mask.at[jnp.arange(b)[:, None], index].set(False, mode="drop")
+        # All sinks: those that are not kept are in the window, of which nothing is read here.
+        mask = jnp.broadcast_to(jnp.arange(p * config.page) >= config.sinks, (b, p * config.page))
+        if config.salient:
+            index = self.index[self.rows(layer)]
+            index = jnp.where(index >= 0, index, p * config.page)
+            mask = mask.at[jnp.arange(b)[:, None], index].set(False, mode="drop")
         return page_pos, mask.reshape(b, p, config.page)
+
+    def kept(self, layer: Int[Array, ""] | int, page: Int[Array, " b"]) -> Int[Array, "b e"]:
+        """Index in its sequence of each token kept for queries on page `page`, sinks first, -1 for none."""
+        return jnp.concatenate([sink_index(page, self.config), self.index[self.rows(layer)]], axis=1)
 
     def measure(
         self,
@@ -251,7 +271,9 @@ class HotTier:
 
         b, hot = q.shape[0], pages.block_table.shape[1] * config.page
         got = jax.lax.cond(jnp.any(q_pos >= 0), attention, lambda _: jnp.zeros((b, hot)), None)
-        got = got[:, : self.mass.shape[1]]  # beyond: the empty places of the last kept page
+        ring = config.ring * config.page
+        salient = got[:, ring + config.sinks : ring + config.kept]
+        got = jnp.concatenate([got[:, :ring], salient], axis=1)
         return dataclasses.replace(self, mass=self.mass.at[self.rows(layer)].add(got))
 
     def _parts(self) -> dict[str, Part]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 # Stands for "no key seen yet": finite, so that differences of two of them are not NaN.
 NOTHING = -1e30
@@ -30,14 +30,16 @@ class Running(NamedTuple):
     def add(
         self,
         scores: Float[Array, "*rows k"],
-        visible: Bool[Array, "..."],
         times_values: Callable[[Float[Array, "*rows k"]], Float[Array, "*rows v"]],
     ) -> "Running":
-        """Another block of keys. `visible` broadcasts to `scores`; `times_values` multiplies weights with values."""
-        scores = jnp.where(visible, scores, NOTHING)
+        """Another block of keys.
+
+        Args:
+          scores: -infinity for keys that a row does not see.
+          times_values: multiplies weights with the block's values.
+        """
         peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
-        # `visible` again: while a row has seen nothing, exp(NOTHING - NOTHING) would count as 1.
-        weights = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0.0)
+        weights = jnp.exp(scores - peak[..., None])  # 0 for the hidden: `peak` is finite
         keep = jnp.exp(self.peak - peak)
         total = self.total * keep + jnp.sum(weights, axis=-1)
         return Running(peak, total, self.acc * keep[..., None] + times_values(weights))

@@ -117,8 +117,9 @@ def test_the_share_of_cold_tokens_is_what_the_cache_keeps(model):
     served = ppl.Served(model, mixed, chunk=40)
     _, cache = served.prefill(ROWS.tokens)
     assert isinstance(cache, LatentCache) and cache.hot is not None
-    kept = np.sum(np.asarray(cache.hot.index) >= 0, axis=1)
-    assert set(kept) == {MIXED.kept}
+    for layer in range(CONFIG.num_layers):
+        kept = np.asarray(cache.hot.kept(layer, np.full(len(ROWS.tokens), 79 // MIXED.page)))
+        assert set(np.sum(kept >= 0, axis=1)) == {MIXED.kept}
     # The last query, 79, is on page 9: pages 8 and 9 are near.
     assert ppl.cold_share(MIXED, 80)["last"] == (64 - 8) / 80
     # Queries 0 to 23 read at most 16 tokens before them hot, of which 8 are kept.

@@ -33,10 +33,10 @@ def test_bytes_are_those_of_the_arrays(monkeypatch, allocate_up_to):
     for name, per_token in PER_TOKEN.items():
         row = rows[name]
         assert row.bytes_per_token == LAYERS * per_token
-        beside = LAYERS * 16 * 4 if name == "MLA nuq4" else 0
+        beside = LAYERS * 16 * 4 if name in ("MLA nuq4", "MLA mixed") else 0
         if name == "MLA mixed":
-            # Two pages of window and one of 64 kept tokens in int8; the indices of those, masses; slots.
-            beside = 2 * (LAYERS * (3 * 128 * (512 + 16 * 2 + 128) + 4 * 64 + 4 * (256 + 64)) + 4)
+            # Two pages of window and one of sinks in int8; slots.
+            beside += 2 * (LAYERS * 3 * 128 * (512 + 16 * 2 + 128) + 4)
         assert row.bytes == 2 * pages * (LAYERS * 128 * per_token + 4) + beside
         assert row.allocated == (allocate_up_to > 0)
 

@@ -57,12 +57,21 @@ def serve(model: Transformer, tokens, chunks: list[int]) -> Served:
         hidden, cache = step(tokens[:, at : at + n], position, cache)
         logits.append(np.asarray(model.logits(hidden)))
         if at % config.mixed.page == 0:
-            kept.append(np.asarray(cache.hot.index).reshape(config.num_layers, b, -1))
+            kept.append(kept_at(cache, at))
         if n == 1:
             codes.append([hot_codes(cache, layer, at) for layer in range(config.num_layers)])
         at += n
     assert at == tokens.shape[1]
     return Served(np.concatenate(logits, axis=1), cache, kept, codes)
+
+
+def kept_at(cache: LatentCache, position: int) -> np.ndarray:
+    """Indices of the tokens kept for queries at that position, int32 `[layers, b, e]`, -1 for none."""
+    hot = cache.hot
+    assert hot is not None
+    page = jnp.full(hot.num_sequences, position // hot.config.page)
+    layers = len(hot.index) // hot.num_sequences
+    return np.stack([np.asarray(hot.kept(layer, page)) for layer in range(layers)])
 
 
 def hot_codes(cache: LatentCache, layer: int, position: int) -> dict[str, np.ndarray]:
@@ -148,7 +157,7 @@ def test_without_them_the_first_layer_agrees_and_the_rest_nearly():
     )
     assert differing <= 1e-3
     for ours, theirs in ((served, other),):
-        sets = [set(np.asarray(s.cache.hot.index)[0].tolist()) for s in (ours, theirs)]
+        sets = [set(kept_at(s.cache, LENGTH)[0, 0].tolist()) for s in (ours, theirs)]
         assert sets[0] == sets[1]
     assert np.mean(np.abs(forced(model, tokens) - served.logits) < 1e-2) > 0.9
 
@@ -168,9 +177,7 @@ def test_the_simulation_matters():
 def test_any_chunking_keeps_the_same_tokens_and_codes(chunks):
     model, tokens = make(layers=1, batch=2)
     whole, cut = serve(model, tokens, [LENGTH]), serve(model, tokens, chunks)
-    np.testing.assert_array_equal(
-        np.sort(whole.cache.hot.index, axis=1), np.sort(cut.cache.hot.index, axis=1)
-    )
+    np.testing.assert_array_equal(np.sort(kept_at(whole.cache, LENGTH)), np.sort(kept_at(cut.cache, LENGTH)))
     for name, part in whole.cache.pool.items():
         assert np.mean(np.asarray(part) != np.asarray(cut.cache.pool[name])) <= 1e-3
     np.testing.assert_allclose(whole.logits, cut.logits, atol=1e-3)
@@ -226,7 +233,8 @@ def test_bytes_are_those_of_the_arrays():
     cold = 2 * 3 * 10 * 4 * (32 // 2 + 32 // 16 + 4 * 2)
     hot_tokens = (m.ring + m.kept_pages) * m.page
     hot = 2 * 3 * hot_tokens * (32 + 2 + 4 * 2)
-    tables = 3 * 10 * 4 + 2 * 3 * (m.kept * 4 + (m.ring * m.page + m.kept) * 4) + 3 * 4
+    codebooks = 2 * 16 * 4
+    tables = codebooks + 3 * 10 * 4 + 2 * 3 * (m.salient * 4 + (m.ring * m.page + m.salient) * 4) + 3 * 4
     assert cache.nbytes() == cold + hot + tables
 
 

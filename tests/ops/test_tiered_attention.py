@@ -41,11 +41,10 @@ def by_hand(q, hot, cold, segments, scale, config: MixedConfig):
         page = local // t
         if local % t == 0 and page >= config.ring:
             leaving = range(start + (page - config.ring) * t, start + (page - config.ring + 1) * t)
-            worth = {
-                j: np.inf if j - start < config.sinks else mass[j] / max(probes[j], 1)
-                for j in [*kept, *leaving]
-            }
-            kept = sorted(worth, key=lambda j: -worth[j])[: config.kept]
+            old = [*kept, *leaving]
+            sinks = [j for j in old if j - start < config.sinks]
+            worth = {j: mass[j] / max(probes[j], 1) for j in old if j not in sinks}
+            kept = [*sinks, *sorted(worth, key=lambda j: -worth[j])[: config.salient]]
         if i % t == 0:
             kept_at.append(set(kept))
         if segments[i] == 0:

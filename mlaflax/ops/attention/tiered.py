@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.config import MixedConfig
 from mlaflax.ops.softmax import NOTHING, Running
-from mlaflax.salience import salience, strongest
+from mlaflax.salience import salience, sink_index, strongest
 
 # Cold keys in one block, or one page where that is more.
 BLOCK = 256
@@ -86,24 +86,27 @@ def _segment_starts(segment_ids: Int[Array, "b k"]) -> Int[Array, "b k"]:
 
 
 def _keep(kept, mass, page, segment_ids, starts, config: MixedConfig) -> Int[Array, "b e"]:
-    """Row indices of the tokens kept from `page` of the rows on, given those kept so far."""
+    """Row indices of the tokens kept from `page` of the rows on, sinks first, given those kept so far."""
     b, t = kept.shape[0], config.page
-    leaving = (page - config.ring) * t
-    index = leaving + jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-    index = jnp.concatenate([kept, jnp.where(leaving >= 0, index, -1)], axis=1)
-    at = jnp.maximum(index, 0)
     here = page * t
     segment, start = (lax.dynamic_index_in_dim(x, here, 1, keepdims=False) for x in (segment_ids, starts))
+    first, segment_page = start[:, None], page - start // t
+    sinks = sink_index(segment_page, config)
+    sinks = jnp.where(sinks >= 0, first + sinks, -1)
+    if not config.salient:
+        return sinks
+    leaving = (page - config.ring) * t
+    index = leaving + jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    index = jnp.concatenate([kept[:, config.sinks :], jnp.where(leaving >= 0, index, -1)], axis=1)
+    at = jnp.maximum(index, 0)
     # Only the segment at hand keeps anything.
     mine = (index >= 0) & (jnp.take_along_axis(segment_ids, at, axis=1) == segment[:, None])
     worth = salience(
-        jnp.where(mine, index - start[:, None], -1),
-        jnp.take_along_axis(mass, at, axis=1),
-        page - start // t,
-        config,
+        jnp.where(mine, index - first, -1), jnp.take_along_axis(mass, at, axis=1), segment_page, config
     )
-    place, best = strongest(worth, config.kept)
-    return jnp.where(best > -jnp.inf, jnp.take_along_axis(index, place, axis=1), -1)
+    place, best = strongest(worth, config.salient)
+    salient = jnp.where(best > -jnp.inf, jnp.take_along_axis(index, place, axis=1), -1)
+    return jnp.concatenate([sinks, salient], axis=1)
 
 
 class _Keys(NamedTuple):
@@ -185,8 +188,7 @@ def _forward(q, hot, cold, segment_ids, scale, config: MixedConfig):
 
         def add(running: Running, keys: _Keys) -> Running:
             return running.add(
-                _wide("bhqn,bhkn->bhqk", qi, keys.k),
-                keys.visible[:, None],
+                jnp.where(keys.visible[:, None], _wide("bhqn,bhkn->bhqk", qi, keys.k), -jnp.inf),
                 lambda weights: _wide("bhqk,bhkv->bhqv", weights.astype(keys.v.dtype), keys.v),
             )
 

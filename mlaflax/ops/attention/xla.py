@@ -62,7 +62,8 @@ def _looped_fwd(q, k, v, segment_ids, scale, block):
             kj, vj, sj = _block(k, j, block, 2), _block(v, j, block, 2), _block(segment_ids, j, block, 1)
             scores, visible = _scores(qi, kj, si, sj, i * block, j * block, scale)
             return running.add(
-                scores, visible, lambda weights: _wide("bhqk,bhkv->bhqv", weights.astype(v.dtype), vj)
+                jnp.where(visible, scores, -jnp.inf),
+                lambda weights: _wide("bhqk,bhkv->bhqv", weights.astype(v.dtype), vj),
             )
 
         out, lse = lax.fori_loop(0, i + 1, per_key_block, Running.begin((b, h, block), v_dim)).end()

@@ -57,15 +57,23 @@ def mla_decode(
     q = (q.astype(jnp.float32) * scale).reshape(b, nq * h, -1)
     q_latent, q_rope = q[..., :c], q[..., c:]
 
+    def bias(page_pos: Array, mask: Array | None) -> Float[Array, "b q k"]:
+        visible = visible_keys(q_pos, page_pos, mask, page_size=page_size)
+        return jnp.where(visible, 0.0, -jnp.inf)
+
+    # For one query it is a row of the table's length, which is read faster than worked out in the loop.
+    whole_bias = lax.optimization_barrier(bias(page_pos, mask)) if nq == 1 else None
+
     def step(i, running: Running) -> Running:
         pages = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
         latent, rope = read_pages(pool, pages(block_table), format)
-        visible = visible_keys(
-            q_pos, pages(page_pos), None if mask is None else pages(mask), page_size=page_size
-        )
-        visible = jnp.repeat(visible, h, axis=1) if nq > 1 else visible  # [b, q*h or 1, k]
+        if whole_bias is not None:
+            size = block * page_size
+            hide = lax.dynamic_slice_in_dim(whole_bias, i * size, size, axis=2)
+        else:
+            hide = jnp.repeat(bias(pages(page_pos), None if mask is None else pages(mask)), h, axis=1)
         scores = jnp.einsum("bmc,bkc->bmk", q_latent, latent) + jnp.einsum("bmr,brk->bmk", q_rope, rope)
-        return running.add(scores, visible, lambda weights: jnp.einsum("bmk,bkc->bmc", weights, latent))
+        return running.add(scores + hide, lambda weights: jnp.einsum("bmk,bkc->bmc", weights, latent))
 
     trips = (last_live_page(q_pos, page_pos) + block - 1) // block
     out, lse = lax.fori_loop(0, trips, step, Running.begin((b, nq * h), c)).end()

@@ -57,7 +57,8 @@ def mla_prefill(
         # The rope key is one for all heads: one product of all their rows.
         scores = jnp.einsum("bmr,brk->bmk", q_rope, rope).reshape(b, h, nq, -1)
         scores += jnp.einsum("bhqn,bhnk->bhqk", q_nope, keys)
-        return running.add(scores, visible[:, None], lambda w: jnp.einsum("bhqk,bhkv->bhqv", w, values))
+        scores = jnp.where(visible[:, None], scores, -jnp.inf)
+        return running.add(scores, lambda w: jnp.einsum("bhqk,bhkv->bhqv", w, values))
 
     trips = (last_live_page(q_pos, page_pos) + block - 1) // block
     out, lse = lax.fori_loop(0, trips, step, Running.begin((b, h, nq), v)).end()
