@@ -74,7 +74,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     starts = np.linspace(0, len(ids) - context, rows).astype(int)
     with terminal.working(f"running {rows} rows of {context} tokens"):
         latents = stored_latents(model, np.stack([ids[start : start + context] for start in starts]))
-    c = config.attention.kv_lora_rank
+    c = config.latent_attention.kv_lora_rank
     levels, losses = [], []
     for layer, found in enumerate(latents):
         with terminal.working(f"fitting layer {layer + 1} of {len(latents)}"):

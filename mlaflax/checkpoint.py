@@ -354,7 +354,7 @@ def read_codebooks(directory: str | os.PathLike, config: ModelConfig) -> np.ndar
     """
     try:
         return codebook.load_codebooks(
-            directory, num_layers=config.num_layers, kv_lora_rank=config.attention.kv_lora_rank
+            directory, num_layers=config.num_layers, kv_lora_rank=config.latent_attention.kv_lora_rank
         )
     except (ConfigError, OSError) as error:
         raise CheckpointError(str(error)) from error

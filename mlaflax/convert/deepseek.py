@@ -132,7 +132,7 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
     Raises:
       ConfigError: if neither family can express `config`.
     """
-    a, m, dense = config.attention, config.moe, not config.num_moe_layers
+    a, m, dense = config.latent_attention, config.moe, not config.num_moe_layers
     v2 = _is_v2(config)
     _require_expressible(config)
     values: dict[str, Any] = {
@@ -198,7 +198,7 @@ def params_from_hf(state_dict: Mapping[str, np.ndarray], config: ModelConfig) ->
         for rule in rules:
             flat[f"{stack}.{rule.ours}"] = np.stack([reader.read_layer(rule, i) for i in layers])
         kv_up = flat.pop(f"{stack}.attn.kv_up")
-        nope = config.attention.qk_nope_head_dim
+        nope = config.latent_attention.qk_nope_head_dim
         flat[f"{stack}.attn.k_up"] = np.ascontiguousarray(kv_up[:, :, :nope])
         flat[f"{stack}.attn.v_up"] = np.ascontiguousarray(kv_up[:, :, nope:])
     if _is_v2(config):
@@ -348,7 +348,8 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _require_expressible(config: ModelConfig) -> None:
-    a, m = config.attention, config.moe
+    a, m = config.latent_attention, config.moe
+    require(a.rope.scaling == "yarn", "attention.rope.scaling", a.rope.scaling, "must be 'yarn'")
     require(a.latent_norm_eps == 1e-6, "attention.latent_norm_eps", a.latent_norm_eps, "must be 1e-6")
     if not config.num_moe_layers:
         return
@@ -455,7 +456,7 @@ def _top_rules(config: ModelConfig) -> list[_Rule]:
 
 def _stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[_Rule]]]:
     """Name, layer numbers and rules of each stack of layers that exists."""
-    a, m, d = config.attention, config.moe, config.hidden_size
+    a, m, d = config.latent_attention, config.moe, config.hidden_size
     dense, depth = config.num_dense_layers, config.num_layers
     h, c, r = a.num_heads, a.kv_lora_rank, a.qk_rope_head_dim
     query, nope_v = (h, a.qk_head_dim), a.qk_nope_head_dim + a.v_head_dim
@@ -504,7 +505,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for stack, layers, rules in _stacks(config):
         shapes |= {f"{stack}.{rule.ours}": (len(layers), *rule.stacked_shape) for rule in rules}
         count, heads, nope_v, latent = shapes.pop(f"{stack}.attn.kv_up")
-        nope = config.attention.qk_nope_head_dim
+        nope = config.latent_attention.qk_nope_head_dim
         shapes[f"{stack}.attn.k_up"] = (count, heads, nope, latent)
         shapes[f"{stack}.attn.v_up"] = (count, heads, nope_v - nope, latent)
     if config.num_moe_layers:
