@@ -118,8 +118,8 @@ def expected_bytes(config, format: str) -> int:
     if format != "mixed":
         return layers * SEQUENCES * CONTEXT * per_token[format] + table + 64 * layers * (format == "nuq4")
     hot_tokens = (m.window // m.page + 1 + -(-(m.sinks + m.salient) // m.page)) * m.page
-    # Each kept token's index; the attention measured of each of them and of each token in the ring.
-    notes = 4 * (2 * (m.sinks + m.salient) + m.window + m.page)
+    # Each salient token's index; the attention measured of each of them and of each token in the ring.
+    notes = 4 * (2 * m.salient + m.window + m.page) if m.salient else 0
     hot = layers * SEQUENCES * (hot_tokens * per_token[m.hot] + notes) + 4 * SEQUENCES
     return layers * SEQUENCES * CONTEXT * per_token[m.cold] + table + hot + 64 * layers * (m.cold == "nuq4")
 

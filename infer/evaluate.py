@@ -5,7 +5,7 @@
     fidelity  error of each layer's attention, and where attention goes
     speed     decoding, tokens per second
 
-Text is what the run held out (config.json says what it trained on), or your own with --text.
+Text is what the run held out (config.json says what it trained on), or other text with --text or --corpus.
 
 python -m infer evaluate --checkpoint runs/latent_qat --report report
 
@@ -37,6 +37,7 @@ from mlaflax.checkpoint import (
 from mlaflax.config import ConfigError, ModelConfig, require, require_positive
 from mlaflax.runtime import interrupt_signal
 from mlaflax.tokenizer import Tokenizer
+from train.data import CORPORA
 from train.data.needle import NeedleTask
 
 _Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -56,6 +57,8 @@ class Arguments:
       formats: a cache to compare: f32, bf16, fp8, int8, fp4, nuq4, mixed, or one of these with fields of its own, as
         mixed:cold=nuq4,window=256 or fp4:rope=fp8; repeatable. bf16, which all are compared with, is always there.
       text: file of text that the model has not seen, in place of what its run held out; repeatable.
+      corpus: named text that the run did not train on, in place of what it held out: stdlib (Python source) or any
+        other that `python -m train --help` names.
       context: tokens in a row of text.
       max_rows: rows to read; 0 for all there are.
       max_documents: documents to take rows from; 0 for all.
@@ -78,6 +81,7 @@ class Arguments:
         tyro.conf.arg(metavar="NAME[:FIELD=VALUE,...]", help_behavior_hint="(repeatable; default: all)"),
     ] = ()
     text: Annotated[_Repeated, tyro.conf.arg(metavar="FILE", help_behavior_hint="(repeatable)")] = ()
+    corpus: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     context: int = 2048
     max_rows: int = 32
     max_documents: int = 0
@@ -106,6 +110,10 @@ class Arguments:
                 raise ConfigError(f"suites = {name!r}: no such suite; {nearest(name, SUITES)}")
         for name in self.text:
             require(bool(name) and "\0" not in name, "text", name, "must name a file")
+        if self.corpus is not None and self.corpus not in CORPORA:
+            raise ConfigError(
+                f"corpus = {self.corpus!r}: no such corpus; {nearest(self.corpus, list(CORPORA))}"
+            )
         require_positive(self, "", "context", "depths", "trials")
         for length in self.lengths:
             require(length > 0, "lengths", length, "must be greater than 0")
@@ -129,7 +137,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     if suites == ["speed"]:
         text = Text("none", [])  # decoding is timed on whatever is in the cache
     else:
-        text = held_out_text(arguments.checkpoint, tokenizer, arguments.text, terminal.say)
+        text = held_out_text(arguments.checkpoint, tokenizer, arguments.text, arguments.corpus, terminal.say)
     material = gather(arguments, suites, config, tokenizer, text)
     with terminal.working(f"loading {arguments.checkpoint}"):
         loaded = load_model(arguments.checkpoint, arguments.step)

@@ -13,19 +13,32 @@ from jaxtyping import Array, Float
 
 from mlaflax.config import ConfigError, require
 from mlaflax.files import write_whole
-from mlaflax.formats import CODEBOOK_SIZE, GAUSSIAN_CODEBOOK, codebook_codes, require_halves, scale_values
+from mlaflax.formats import (
+    CODEBOOK_SIZE,
+    GAUSSIAN_CODEBOOK,
+    LEVEL_CODES,
+    LEVEL_DEGREE,
+    codebook_codes,
+    level_values,
+    require_halves,
+    scale_values,
+)
 
 FILE_NAME = "codebook.json"
-_VERSION = 1
+_VERSION = 2  # 1: levels that lie on no curve
 _FORMAT = "nuq4"
+# Legendre polynomials at the codes: a basis in which a fit in float32 is well conditioned.
+_BASIS = np.polynomial.legendre.legvander(LEVEL_CODES, LEVEL_DEGREE).astype(np.float32)
+# How far the levels of a file may be from the curve that they are read by, for their digits' sake.
+_TOLERANCE = 1e-4
 
 
 def fit_codebook(latents: Float[Array, "n c"], iterations: int = 20) -> Float[np.ndarray, "16"]:
     """The codebook under which `nuq4` loses least of these latents, by squared error.
 
-    Lloyd's algorithm: scales and codes are chosen as the format chooses them, then each level moves to where the
-    squared error of its values is least, and so on. Levels have no unit, as each block is scaled: the largest
-    magnitude is kept at the Gaussian codebook's.
+    Lloyd's algorithm: scales and codes are chosen as the format chooses them, then the curve of the levels moves to
+    where the squared error of all values is least, and so on. Levels have no unit, as each block is scaled: the
+    largest magnitude is kept at the Gaussian codebook's.
 
     Args:
       latents: float32, in the stored basis. Some 10^5 values are enough; each iteration goes over all of them.
@@ -50,22 +63,27 @@ def fit_codebook(latents: Float[Array, "n c"], iterations: int = 20) -> Float[np
 def _lloyd(latents: Array, codebook: Array, iterations: Array | int) -> Array:
     reach = jnp.max(jnp.abs(codebook))
 
-    def step(_, codebook):
+    def step(_, carry):
+        codebook, best, least = carry
         codes, bits, scaled = codebook_codes(latents, codebook)
         # An error of a scaled value counts as often as the square of its scale says.
         weight = jnp.square(scale_values(bits))[..., None]
         weight = jnp.broadcast_to(weight, (*bits.shape, latents.shape[1] // bits.shape[1]))
         weight = weight.reshape(latents.shape)
-        levels = []
-        for i in range(CODEBOOK_SIZE):
-            mine = jnp.where(codes == i, weight, 0.0)
-            total = jnp.sum(mine)
-            mean = jnp.sum(mine * scaled) / jnp.where(total > 0, total, 1.0)
-            levels.append(jnp.where(total > 0, mean, codebook[i]))  # a level that nothing is near stays
-        moved = jnp.stack(levels)
-        return moved * (reach / jnp.max(jnp.abs(moved)))
+        error = jnp.sum(weight * jnp.square(level_values(codes, codebook) - scaled))
+        best, least = jnp.where(error < least, codebook, best), jnp.minimum(error, least)
+        mine = [jnp.where(codes == i, weight, 0.0) for i in range(CODEBOOK_SIZE)]
+        share = jnp.stack([jnp.sum(m) for m in mine])
+        total = jnp.stack([jnp.sum(m * scaled) for m in mine])
+        # Held to where it is a little: a curve swings where no value is near.
+        hold = 1e-2 * jnp.mean(share) + jnp.finfo(jnp.float32).tiny
+        gram = (_BASIS.T * (share + hold)) @ _BASIS
+        moved = _BASIS @ jnp.linalg.solve(gram, _BASIS.T @ (total + hold * codebook))
+        moved = moved * (reach / jnp.max(jnp.abs(moved)))
+        return jnp.where(jnp.all(jnp.diff(moved) > 0), moved, codebook), best, least
 
-    return lax.fori_loop(0, iterations, step, codebook)
+    # Once more than it moves, to know the last one's error.
+    return lax.fori_loop(0, iterations + 1, step, (codebook, codebook, jnp.inf))[1]
 
 
 def save_codebooks(
@@ -83,7 +101,7 @@ def save_codebooks(
       notes: anything JSON can say, about the text they were fitted to perhaps.
 
     Raises:
-      ConfigError: levels that are not finite and ascending.
+      ConfigError: levels that are not finite, not ascending or not on a polynomial of degree 5.
     """
     rows = np.asarray(levels, np.float32)
     require(
@@ -111,7 +129,7 @@ def load_codebooks(
 
     Raises:
       ConfigError: the file is no codebook file of this version, belongs to another model, or holds levels that
-        are not finite and ascending.
+        are not finite, not ascending or not on a polynomial of degree 5.
       OSError: it cannot be read.
     """
     path = pathlib.Path(directory) / FILE_NAME
@@ -141,3 +159,11 @@ def _require_sound(levels: np.ndarray, field: str) -> None:
     for layer, row in enumerate(levels):
         require(bool(np.isfinite(row).all()), f"{field}[{layer}]", row.tolist(), "must be finite")
         require(bool((np.diff(row) > 0).all()), f"{field}[{layer}]", row.tolist(), "must ascend")
+        curve = _BASIS @ np.linalg.lstsq(_BASIS, row, rcond=None)[0]
+        smooth = np.abs(curve - row).max() <= _TOLERANCE * np.abs(row).max()
+        require(
+            bool(smooth),
+            f"{field}[{layer}]",
+            row.tolist(),
+            f"must lie on a polynomial of degree {LEVEL_DEGREE}, as `python -m infer calibrate` fits them",
+        )

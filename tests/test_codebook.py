@@ -39,7 +39,8 @@ def test_the_gaussian_codebook_is_what_fitting_finds():
 def test_fitting_lowers_the_error_of_what_is_not_gaussian():
     latents = np.random.default_rng(2).exponential(size=(200, 256)).astype(np.float32) - 0.3
     fitted = fit_codebook(latents[:100])
-    assert nmse(latents[100:], fitted) < 0.7 * nmse(latents[100:], GAUSSIAN_CODEBOOK)
+    # Levels that lie on no curve: 0.64.
+    assert nmse(latents[100:], fitted) < 0.75 * nmse(latents[100:], GAUSSIAN_CODEBOOK)
 
 
 def test_each_round_of_fitting_lowers_the_error():
@@ -70,7 +71,10 @@ def test_latents_that_cannot_be_fitted_are_refused(latents, message):
 
 
 def levels(layers: int = 3) -> np.ndarray:
-    return np.sort(np.random.default_rng(4).standard_normal((layers, 16)), 1).astype(np.float32)
+    """Ascending, on polynomials of degree 5."""
+    x = np.linspace(-1, 1, 16)
+    a, b, c = np.random.default_rng(4).uniform(0.1, 1, (3, layers, 1))
+    return (a * x + b * x**3 + c * x**5 + 0.05 * x**2).astype(np.float32)
 
 
 def test_what_is_saved_is_loaded_to_the_bit(tmp_path):
@@ -79,14 +83,14 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path):
     np.testing.assert_array_equal(load_codebooks(tmp_path, num_layers=3, kv_lora_rank=64), levels())
     content = json.loads(path.read_text())
     assert {name: content[name] for name in content if name != "levels"} == {
-        "version": 1, "format": "nuq4", "kv_lora_rank": 64, "num_layers": 3, "notes": {"text": "some"},
+        "version": 2, "format": "nuq4", "kv_lora_rank": 64, "num_layers": 3, "notes": {"text": "some"},
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version = 2: must be 1"),
+        ({"version": 1}, "version = 1: must be 2"),
         ({"format": "fp4"}, "format = 'fp4': must be 'nuq4'"),
         ({"kv_lora_rank": 32}, "kv_lora_rank = 32: must be 64"),
         ({"num_layers": 4}, "num_layers = 4: must be 3"),
@@ -95,6 +99,7 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path):
         ({"levels": [["a"] * 16] * 3}, "levels must be 3 lists of 16 numbers"),
         ({"levels": [[*range(15), float("nan")]] * 3}, r"levels\[0\] = .*: must be finite"),
         ({"levels": [list(range(16)), [*range(15), 14], list(range(16))]}, r"levels\[1\] = .*: must ascend"),
+        ({"levels": [[*range(15), 16]] * 3}, r"levels\[0\] = .*: must lie on a polynomial of degree 5"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, message):

@@ -267,8 +267,11 @@ def test_fp4_and_nuq4_read_back_level_times_scale(name):
     packed = np.asarray(parts["latent"])
     codes = np.concatenate([packed & 15, packed >> 4], 1).reshape(5, 4, 16)
     scale = np.asarray(parts["scale"]).view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 32
-    np.testing.assert_array_equal(
-        round_trip(name, x).reshape(5, 4, 16), levels(name)[codes] * scale[..., None]
+    # nuq4's levels are worked out as a polynomial, in float32.
+    np.testing.assert_allclose(
+        round_trip(name, x).reshape(5, 4, 16),
+        levels(name)[codes] * scale[..., None],
+        rtol=2e-6 if name == "nuq4" else 0,
     )
 
 
@@ -282,7 +285,7 @@ def test_codes_are_the_nearest_and_scales_nearly_the_best(name, slack, seed, exp
     scale = np.asarray(pack(name, x)["scale"]).view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 32
     best = np.abs(blocks - levels(name) * scale[..., None, None]).min(-1)
     error = np.abs(blocks[..., 0] - round_trip(name, x).reshape(40, 4, 16))
-    assert (error <= best + 1e-6 * np.abs(blocks[..., 0])).all()
+    assert (error <= best + 1e-6 * np.abs(blocks[..., 0]).max(-1, keepdims=True)).all()
     # Every scale there is, by brute force.
     least = np.full((40, 4), np.inf)
     for s in every_e4m3()[:127].view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 32:

@@ -10,7 +10,7 @@ import numpy as np
 from mlaflax.checkpoint import CheckpointError, read_description
 from mlaflax.config import ConfigError, from_dict, require
 from mlaflax.tokenizer import Tokenizer
-from train.data import DataConfig, cache, load_text
+from train.data import DataConfig, cache, corpora, load_text
 from train.data.documents import unique
 from train.data.files import read
 from train.data.tokens import tokenize
@@ -44,17 +44,31 @@ def held_out_text(
     directory: str | os.PathLike,
     tokenizer: Tokenizer,
     files: Sequence[str] = (),
+    corpus: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Text:
-    """The documents that the run in `directory` did not train on, or those of `files` where any are given.
+    """The documents that the run in `directory` did not train on, or those of `files` or `corpus` where given.
 
     The run's own text is read as training read it and split as it was, by the documents' hashes.
 
     Raises:
-      ConfigError: text that cannot be read.
-      CheckpointError: the checkpoint does not say what it was trained on, and there are no files.
+      ConfigError: text that cannot be read, files and a corpus together, or a corpus that the run was trained on.
+      CheckpointError: the checkpoint does not say what it was trained on, and neither files nor a corpus are given.
     """
-    if files:
+    require(not (files and corpus), "corpus", corpus, "must be left out where text is given")
+    if corpus:
+        config = DataConfig(corpus=corpus)
+        own = ((read_description(directory) or {}).get("training") or {}).get("data") or {}
+        require(
+            bool(own.get("paths")) or not corpora.shares_documents(corpus, own.get("corpus", "")),
+            "corpus",
+            corpus,
+            f"must be one that the run was not trained on, which is {own.get('corpus')!r}",
+        )
+        source = f"corpus {corpus!r}"
+        say(f"reading {source}")
+        documents = list(unique(d for d in corpora.read(corpus) if d.text.strip()))
+    elif files:
         config = DataConfig(paths=tuple(files))
         documents = list(unique(d for d in read(files, config.text_field) if d.text.strip()))
         require(bool(documents), "text", ", ".join(files), "holds no text")

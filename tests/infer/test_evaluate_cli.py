@@ -17,7 +17,7 @@ from mlaflax.checkpoint import Checkpoints, model_trees, write_description
 from mlaflax.config import AttentionConfig, MixedConfig, ModelConfig
 from mlaflax.model import init_model
 from tests.train.tiny import tiny
-from train.data import DataConfig, prepare
+from train.data import DataConfig, Document, corpora, prepare
 
 MODEL = ModelConfig(
     vocab_size=400, num_layers=1, hidden_size=32, mlp_size=48, max_length=256,
@@ -105,6 +105,27 @@ def test_text_of_ones_own_and_a_table(made, tmp_path, capsys):
     )  # of one document there is none
 
 
+def test_a_named_corpus_that_the_run_did_not_read(made, tmp_path, capsys, monkeypatch):
+    words = random.Random(2)
+    mine = [Document(f"mine/{i}", " ".join(words.choices(WORDS, k=120))) for i in range(3)]
+    monkeypatch.setitem(corpora.CORPORA, "stdlib", lambda _: iter(mine))
+    flags = ["--suites", "ppl", "--formats", "f32", "--corpus", "stdlib", "--json"]
+    assert main(["evaluate", "--checkpoint", str(made), *QUICK, *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == "corpus 'stdlib'" and result["ppl"]["documents"] == 3
+    # A run that read it is refused.
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    description = json.loads((other / "config.json").read_text())
+    description["training"]["data"] |= {"paths": [], "corpus": "english"}
+    (other / "config.json").write_text(json.dumps(description))
+    assert main(["evaluate", "--checkpoint", str(other), *QUICK, "--corpus", "bible"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == (
+        "error: corpus = 'bible': must be one that the run was not trained on, which is 'english'"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -124,6 +145,8 @@ def test_text_of_ones_own_and_a_table(made, tmp_path, capsys):
         (["--trials", "0"], "trials = 0: must be greater than 0"),
         (["--max-rows", "-1"], "max_rows = -1: must be 0 or more"),
         (["--text", "/no/such/file"], "no such file"),
+        (["--corpus", "stdlb"], "corpus = 'stdlb': no such corpus; did you mean stdlib?"),
+        (["--corpus", "bible", "--text", "x"], "corpus = 'bible': must be left out where text is given"),
         (["--step", "7"], "step = 7"),
         (["--depth", "3"], "did you mean --depths?"),
     ],
@@ -185,8 +208,15 @@ FIGURES = {
     "control": None,
     "cold_share": {"last": 0.7, "mean": 0.84},
     "deleted": {"percent": 5.0, "error": 1.0},
-    "needle": {"variants": {"mixed": {"lost": 0, "baseline_found": 20}}},
+    "needle": {
+        "variants": {"mixed": {"lost": 0, "baseline_found": 20, "trials": 21}},
+        "chance": {"measured": {2048: 0.0, 4096: 0.01}},
+    },
 }
+
+
+def needles(guessed: float = 0.0, **found: int) -> dict:
+    return {"needle": {"variants": {"mixed": found}, "chance": {"measured": {2048: guessed}}}}
 
 
 @pytest.mark.parametrize(
@@ -203,14 +233,36 @@ FIGURES = {
         ({"control": {"percent": 0.2, "error": 0.01}}, ["perplexity beside the control +0.200"]),
         ({"cold_share": {"last": 0.9, "mean": 0.79}}, ["79.0% of the tokens cold"]),
         ({"deleted": {"percent": 0.9, "error": 0.1}}, ["without cold tokens +0.900"]),
-        ({"needle": {"variants": {"mixed": {"lost": 1, "baseline_found": 9}}}}, ["1 needles lost of 9"]),
-        ({"needle": {"variants": {"mixed": {"lost": 0, "baseline_found": 0}}}}, ["bf16 finds no needle"]),
+        (needles(lost=1, baseline_found=19, trials=20), ["1 needles lost of 19"]),
+        (needles(lost=0, baseline_found=0, trials=20), ["bf16 finds 0.0% of the needles"]),
+        (needles(lost=0, baseline_found=189, trials=200), ["bf16 finds 94.5% of the needles"]),
+        (needles(0.02, lost=0, baseline_found=20, trials=20), ["bf16 guesses 2.0% of what no text tells"]),
     ],
 )
 def test_the_benchmark_judges(changes, missed):
     found = benchmark.judge({**FIGURES, **changes})
     assert len(found) == len(missed)
     assert all(got.startswith(want) for got, want in zip(found, missed, strict=True))
+
+
+def test_the_benchmark_measures_what_it_judges(made, tmp_path, capsys):
+    figures = tmp_path / "figures.json"
+    flags = ["--context", "96", "--rows", "4", "--lengths", "160", "999", "--depths", "2", "--trials", "1"]
+    flags += ["--control", str(made), "--needles", str(made), "--json", str(figures)]
+    assert benchmark.main(["--checkpoint", str(made), *flags]) == 0
+    assert benchmark.main(["--checkpoint", str(made), *flags, "--check"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("The mixed cache changes perplexity by ") and "Missed: " in out
+    got = json.loads(figures.read_text())
+    assert benchmark.judge(got), "weights that never trained find no needle"
+    assert got["needle"]["variants"]["mixed"]["trials"] == 2
+    # The same weights: beside the control is beside their own bf16.
+    assert got["control"]["percent"] == pytest.approx(got["perplexity"]["percent"], abs=1e-3)
+    ppl = got["summary"]["variants"]
+    assert ppl["mixed"]["far"]["tokens"] == 4 * (95 - 64) == got["perplexity"]["tokens"]
+    change = 100 * (ppl["deleted"]["far"]["perplexity"] / ppl["bf16"]["far"]["perplexity"] - 1)
+    assert got["deleted"]["percent"] == pytest.approx(change, rel=1e-3)
+    assert {"none", "random", "window"} <= set(got) and got["salient"] == MODEL.mixed.salient
 
 
 def test_the_benchmark_compares_by_document():

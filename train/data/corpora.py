@@ -224,3 +224,11 @@ CORPORA: dict[str, Callable[[pathlib.Path], Iterator[Document]]] = {
     "stdlib": _standard_library,
     "prose": _prose_works,
 }
+
+_PARTS = {"english": {"bible", "documentation"}}
+
+
+def shares_documents(one: str, other: str) -> bool:
+    """Whether two named corpora have documents in common."""
+    parts = [_PARTS.get(name, {name}) for name in (one, other)]
+    return bool(parts[0] & parts[1])
