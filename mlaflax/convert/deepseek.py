@@ -107,7 +107,7 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
       ConfigError: if neither family can express `config`.
     """
     a, m, dense = config.latent_attention, config.moe, not config.num_moe_layers
-    v2 = _is_v2(config)
+    v2 = is_v2(config)
     _require_expressible(config)
     values: dict[str, Any] = {
         "architectures": ["DeepseekV2ForCausalLM" if v2 else "DeepseekV3ForCausalLM"],
@@ -168,14 +168,14 @@ def params_from_hf(state_dict: Mapping[str, np.ndarray], config: ModelConfig) ->
     flat: dict[str, np.ndarray] = {}
     for rule in top_rules(config):
         flat[rule.ours] = reader.read(rule, rule.theirs)
-    for stack, layers, rules in _stacks(config):
+    for stack, layers, rules in stacks(config):
         for rule in rules:
             flat[f"{stack}.{rule.ours}"] = np.stack([reader.read_layer(rule, i) for i in layers])
         kv_up = flat.pop(f"{stack}.attn.kv_up")
         nope = config.latent_attention.qk_nope_head_dim
         flat[f"{stack}.attn.k_up"] = np.ascontiguousarray(kv_up[:, :, :nope])
         flat[f"{stack}.attn.v_up"] = np.ascontiguousarray(kv_up[:, :, nope:])
-    if _is_v2(config):
+    if is_v2(config):
         flat["moe_layers.moe.bias"] = np.zeros((config.num_moe_layers, config.moe.num_experts), np.float32)
     if config.tie_embeddings:
         reader.drop_tied("lm_head.weight", flat["embed"])
@@ -193,12 +193,12 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
     """
     _require_expressible(config)
     flat = check_shapes(flatten(params), _shapes(config))
-    if _is_v2(config) and flat["moe_layers.moe.bias"].any():
+    if is_v2(config) and flat["moe_layers.moe.bias"].any():
         raise ConfigError("moe_layers.moe.bias is not 0, and DeepSeek-V2 has no selection bias")
     out = {}
     for rule in top_rules(config):
         out[rule.theirs] = rule.fold(flat[rule.ours])
-    for stack, layers, rules in _stacks(config):
+    for stack, layers, rules in stacks(config):
         k_up, v_up = flat[f"{stack}.attn.k_up"], flat[f"{stack}.attn.v_up"]
         flat[f"{stack}.attn.kv_up"] = np.concatenate([k_up, v_up], axis=2)
         for rule in rules:
@@ -206,14 +206,7 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
                 value = flat[f"{stack}.{rule.ours}"][row]
                 for name, part in zip(rule.names(layer), value if rule.experts else [value], strict=True):
                     out[name] = rule.fold(part)
-    if config.num_moe_layers and not config.moe.num_shared_experts:
-        # transformers has shared experts of width 0 where there are none, and misses them in the file.
-        d = config.hidden_size
-        for layer in range(config.num_dense_layers, config.num_layers):
-            for name, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0))):
-                key = f"model.layers.{layer}.mlp.shared_experts.{name}.weight"
-                out[key] = np.zeros(shape, np.float32)
-    return out
+    return out | {name: np.zeros(shape, np.float32) for name, shape in empty_tensors(config).items()}
 
 
 # Configuration
@@ -238,7 +231,7 @@ def _require_expressible(config: ModelConfig) -> None:
     if not config.num_moe_layers:
         return
     grouped = m.num_groups > 1
-    if _is_v2(config):
+    if is_v2(config):
         where = "with softmax scores (DeepSeek-V2)"
         half = a.rope.convention == "half"
         require(not half, "attention.rope.convention", "half", f"must be 'interleaved' {where}")
@@ -278,7 +271,22 @@ def _moe_from_hf(key: Keys, v3: bool) -> MoEConfig:
     return MoEConfig(**moe, group_score="max", score="softmax", normalize=False, bias_step=0.0)
 
 
-def _is_v2(config: ModelConfig) -> bool:
+def empty_tensors(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Tensors without elements that transformers misses in a file that lacks them.
+
+    It has shared experts of width 0 where there are none.
+    """
+    if not config.num_moe_layers or config.moe.num_shared_experts:
+        return {}
+    d = config.hidden_size
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{name}.weight": shape
+        for layer in range(config.num_dense_layers, config.num_layers)
+        for name, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0)))
+    }
+
+
+def is_v2(config: ModelConfig) -> bool:
     """Whether the files are a DeepSeek-V2's, which have no selection bias."""
     return config.num_moe_layers > 0 and config.moe.score == "softmax"
 
@@ -286,7 +294,7 @@ def _is_v2(config: ModelConfig) -> bool:
 # Names and layouts
 
 
-def _stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
+def stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
     """Name, layer numbers and rules of each stack of layers that exists."""
     a, m, d = config.latent_attention, config.moe, config.hidden_size
     dense, depth = config.num_dense_layers, config.num_layers
@@ -316,7 +324,7 @@ def _stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
     if dense < depth:
         e = m.num_experts
         moe = [linear("moe.router", "mlp.gate.weight", (d,), (e,))]
-        if not _is_v2(config):
+        if not is_v2(config):
             moe.append(same("moe.bias", "mlp.gate.e_score_correction_bias", e))
         moe += mlp_rules("moe", "mlp.experts.{e}", d, m.expert_size, e)
         if m.num_shared_experts:
@@ -327,7 +335,7 @@ def _stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our flat names and shapes."""
     shapes = {rule.ours: rule.stacked_shape for rule in top_rules(config)}
-    for stack, layers, rules in _stacks(config):
+    for stack, layers, rules in stacks(config):
         shapes |= {f"{stack}.{rule.ours}": (len(layers), *rule.stacked_shape) for rule in rules}
         count, heads, nope_v, latent = shapes.pop(f"{stack}.attn.kv_up")
         nope = config.latent_attention.qk_nope_head_dim

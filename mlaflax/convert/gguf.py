@@ -1,16 +1,14 @@
 """GGUF files in: Llama, Qwen2 and Qwen3 models with their tokenizers, as checkpoints of this library.
 
-    python -m mlaflax.convert.gguf FILE OUT
+    python -m mlaflax.convert from-gguf FILE OUT
 
 The `gguf` package reads the file and dequantises its blocks, tensor by tensor. What it describes is put in the terms
 of a Hugging Face folder, config.json and tensors, which `mlaflax.convert.llama` reads: the weights are the same
 numbers that llama.cpp multiplies with, as float32.
 """
 
-import argparse
 import os
 import pathlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +17,9 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from mlaflax.checkpoint import CheckpointError
 from mlaflax.config import ConfigError, RopeConfig, require
 from mlaflax.convert import llama
+from mlaflax.convert.layout import flatten
 from mlaflax.convert.write import require_absent, write_checkpoint
 from mlaflax.model.rope import inverse_frequencies
 from mlaflax.tokenizer import Tokenizer
@@ -296,11 +294,14 @@ def _added(tokens: Sequence[str], types: Sequence[int], kind: int) -> list[Added
     ]
 
 
-# --- The program ---------------------------------------------------------------------------------------------
+# --- The whole file ------------------------------------------------------------------------------------------
 
 
-def from_gguf(path: str | os.PathLike, out: str | os.PathLike) -> None:
+def from_gguf(path: str | os.PathLike, out: str | os.PathLike) -> int:
     """Write the model and the tokenizer of a GGUF file as a checkpoint, which `load_model` opens, at step 0.
+
+    Returns:
+      The number of parameters.
 
     Raises:
       ConfigError: a file that is damaged or holds what is not supported, naming it; `out` is then not there.
@@ -312,27 +313,6 @@ def from_gguf(path: str | os.PathLike, out: str | os.PathLike) -> None:
     tokenizer, named = read_tokenizer(file)
     held = tokenizer.vocab_size
     require(held <= config.vocab_size, "tokenizer.ggml.tokens", held, f"must not exceed {config.vocab_size}")
-    write_checkpoint(out, config, llama.params_from_hf(file.state_dict(), config), tokenizer, named)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m mlaflax.convert.gguf",
-        description="Write the model and the tokenizer of a GGUF file as a checkpoint of this library.",
-    )
-    parser.add_argument("file", metavar="FILE", help="GGUF file of a Llama, Qwen2 or Qwen3 model")
-    parser.add_argument("out", metavar="OUT", help="directory to write; it must not exist")
-    parsed = parser.parse_args(arguments)
-    try:
-        from_gguf(parsed.file, parsed.out)
-    except (ConfigError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    print(
-        f"wrote {parsed.out}; python -m infer generate --checkpoint {parsed.out} --prompt ... continues text"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    params = llama.params_from_hf(file.state_dict(), config)
+    write_checkpoint(out, config, params, tokenizer, named)
+    return sum(value.size for value in flatten(params).values())

@@ -5,7 +5,7 @@ queries, keys and values, Qwen3 normalises queries and keys head by head. The na
 and of transformers; rope rotates the halves of a head. SmolLM2 is a Llama.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,8 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": a.num_heads,
         "num_key_value_heads": a.num_kv_heads,
         "head_dim": a.head_dim,
-        "rope_parameters": rope_to_hf(a.rope),
+        # These families know no mscale: a factor of the tables says the same.
+        "rope_parameters": {k: v for k, v in rope_to_hf(a.rope).items() if not k.startswith("mscale")},
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
@@ -221,6 +222,11 @@ def _expressible(config: ModelConfig) -> GQAConfig:
     return a
 
 
+def stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
+    """Name, layer numbers and rules of the one stack of layers."""
+    yield _STACK, range(config.num_layers), _layer_rules(config)
+
+
 def _layer_rules(config: ModelConfig) -> list[Rule]:
     a, d = _expressible(config), config.hidden_size
     query, kv = (a.num_heads, a.head_dim), (a.num_kv_heads, a.head_dim)
@@ -251,4 +257,5 @@ __all__ = [
     "model_config_to_hf",
     "params_from_hf",
     "params_to_hf",
+    "stacks",
 ]

@@ -1,5 +1,6 @@
 """Converted weights as a checkpoint that decoding and training open."""
 
+import glob
 import json
 import os
 import pathlib
@@ -27,6 +28,12 @@ def require_absent(out: str | os.PathLike) -> None:
         raise CheckpointError(f"OUT = {str(out)!r}: must be in a directory that exists")
 
 
+def leftovers(out: str | os.PathLike) -> list[str]:
+    """What conversions to `out` that were killed left beside it. Another one that still runs has its own there, too."""
+    path = pathlib.Path(out).absolute()
+    return sorted(map(str, path.parent.glob(f".{glob.escape(path.name)}.??????*")))
+
+
 def write_checkpoint(
     out: str | os.PathLike,
     config: ModelConfig,
@@ -45,15 +52,35 @@ def write_checkpoint(
       ConfigError: parameters that are not those of `config`.
     """
     require_absent(out)
-    target = pathlib.Path(out).absolute()
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     load_params(model, params)
+    files = {}
+    if tokenizer_config is not None:
+        text = json.dumps(dict(tokenizer_config), indent=1, ensure_ascii=False)
+        files["tokenizer_config.json"] = (text + "\n").encode()
+    write_model(out, config, model, tokenizer, files)
+
+
+def write_model(
+    out: str | os.PathLike,
+    config: ModelConfig,
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    files: Mapping[str, bytes],
+) -> None:
+    """Write `model` as a checkpoint of step 0, with `files` beside it; `out` appears whole or not at all.
+
+    Raises:
+      CheckpointError: `out` exists, or cannot be written.
+    """
+    require_absent(out)
+    target = pathlib.Path(out).absolute()
     beside = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
         write_description(beside, config, tokenizer)
-        if tokenizer_config is not None:
-            text = json.dumps(dict(tokenizer_config), indent=1, ensure_ascii=False)
-            write_whole(beside / "tokenizer_config.json", text + "\n")
+        for name, content in files.items():
+            if name != "tokenizer.json":  # written with the description
+                write_whole(beside / name, content.decode("utf-8"))
         with Checkpoints(beside) as checkpoints:
             checkpoints.save(0, {"model": model_trees(model)}, {})
             checkpoints.wait()
