@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from infer.cli import Terminal
+    from mlaflax.cli import Terminal
     from infer.evaluation import needle, ppl
     from infer.evaluation.text import held_out_text, rows_of
     from infer.evaluation.variants import far_from, parse_variant

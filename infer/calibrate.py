@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from infer.cli import Terminal
+from mlaflax.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, load_model, read_description
 from mlaflax.codebook import fit_codebook, save_codebooks

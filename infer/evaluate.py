@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 from rich.console import Console
 
-from infer.cli import Terminal, nearest
+from mlaflax.cli import Terminal, nearest
 from infer.evaluation import fidelity, needle, ppl, report, speed
 from infer.evaluation.text import Rows, Text, held_out_text, rows_of
 from infer.evaluation.variants import Variant, far_from, parse_variant, parse_variants

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from infer.cli import nearest
+from mlaflax.cli import nearest
 from mlaflax.cache import LatentCache
 from mlaflax.cache.latent import pool_format
 from mlaflax.config import (

@@ -12,9 +12,10 @@ transformers differ, the numbers are those of transformers 5.24:
 * The norms of both latents use an epsilon of 1e-6, whatever `rms_norm_eps` says.
 """
 
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -206,7 +207,7 @@ def params_from_hf(state_dict: Mapping[str, np.ndarray], config: ModelConfig) ->
     if config.tie_embeddings:
         reader.drop_tied("lm_head.weight", flat["embed"])
     reader.close(config.num_layers)
-    return _nest(flat)
+    return nest(flat)
 
 
 def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -217,29 +218,58 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
     Raises:
       ConfigError: if neither family can express the model, or on a missing, unknown or misshapen parameter.
     """
+    flat = _flatten(params)
+    return {tensor.name: tensor.read() for tensor in tensors_to_hf(flat, config)}
+
+
+class HFTensor(NamedTuple):
+    """A tensor of the files: float32 of `shape`, made when `read` is called."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def tensors_to_hf(flat: Mapping[str, Any], config: ModelConfig) -> Iterator[HFTensor]:
+    """The tensors of the DeepSeek files, layer by layer; each is made when it is read.
+
+    Args:
+      flat: our parameters (arrays of jax or numpy, `moe_layers.moe.bias` included) by flat name.
+
+    Raises:
+      ConfigError: if neither family can express the model, or on a missing, unknown or misshapen parameter.
+    """
     _require_expressible(config)
-    flat = _check(_flatten(params), _shapes(config))
-    if _is_v2(config) and flat["moe_layers.moe.bias"].any():
+    flat = _check(flat, _shapes(config))
+    if _is_v2(config) and np.asarray(flat["moe_layers.moe.bias"]).any():
         raise ConfigError("moe_layers.moe.bias is not 0, and DeepSeek-V2 has no selection bias")
-    out = {}
+    return _tensors(flat, config)
+
+
+def _tensors(flat: Mapping[str, Any], config: ModelConfig) -> Iterator[HFTensor]:
+    def tensor(rule: _Rule, name: str, ours: str, index: tuple[int, ...]) -> HFTensor:
+        def read() -> np.ndarray:
+            if ours.endswith("attn.kv_up"):
+                halves = (flat[ours.replace("kv_up", half)][index] for half in ("k_up", "v_up"))
+                return rule.fold(np.concatenate([np.asarray(half) for half in halves], axis=1))
+            return rule.fold(np.asarray(flat[ours][index] if index else flat[ours]))
+
+        return HFTensor(name, rule.their_shape, read)
+
     for rule in _top_rules(config):
-        out[rule.theirs] = rule.fold(flat[rule.ours])
+        yield tensor(rule, rule.theirs, rule.ours, ())
     for stack, layers, rules in _stacks(config):
-        k_up, v_up = flat[f"{stack}.attn.k_up"], flat[f"{stack}.attn.v_up"]
-        flat[f"{stack}.attn.kv_up"] = np.concatenate([k_up, v_up], axis=2)
-        for rule in rules:
-            for row, layer in enumerate(layers):
-                value = flat[f"{stack}.{rule.ours}"][row]
-                for name, part in zip(rule.names(layer), value if rule.experts else [value], strict=True):
-                    out[name] = rule.fold(part)
-    if config.num_moe_layers and not config.moe.num_shared_experts:
-        # transformers has shared experts of width 0 where there are none, and misses them in the file.
-        d = config.hidden_size
-        for layer in range(config.num_dense_layers, config.num_layers):
-            for name, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0))):
-                key = f"model.layers.{layer}.mlp.shared_experts.{name}.weight"
-                out[key] = np.zeros(shape, np.float32)
-    return out
+        for row, layer in enumerate(layers):
+            for rule in rules:
+                for expert, name in enumerate(rule.names(layer)):
+                    index = (row, expert) if rule.experts else (row,)
+                    yield tensor(rule, name, f"{stack}.{rule.ours}", index)
+            if stack == "moe_layers" and not config.moe.num_shared_experts:
+                # transformers has shared experts of width 0 where there are none, and misses them in the file.
+                d = config.hidden_size
+                for part, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0))):
+                    name = f"model.layers.{layer}.mlp.shared_experts.{part}.weight"
+                    yield HFTensor(name, shape, functools.partial(np.zeros, shape, np.float32))
 
 
 def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
@@ -262,7 +292,7 @@ def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
     old = {name: variable.get_value() for name, variable in variables.items()}
     values = _check(_flatten(params), {name: tuple(value.shape) for name, value in old.items()})
     new = {k: jax.device_put(v.astype(old[k].dtype), old[k].sharding) for k, v in values.items()}
-    nnx.update(model, _nest(new))
+    nnx.update(model, nest(new))
 
 
 # Configuration
@@ -424,6 +454,14 @@ class _Rule(NamedTuple):
         for e in range(max(self.experts, 1)):
             yield f"model.layers.{layer}.{self.theirs.format(e=e)}"
 
+    def piece(self, name: str, index: tuple[int, ...]) -> "Piece":
+        if not self.transposed:
+            rows, columns = (self.shape[:-1], self.shape[-1:]) if len(self.their_shape) == 2 else (self.shape, ())
+            return Piece(name, self.their_shape, index, rows, columns, False)
+        # Ours is [*inputs, *outputs]: the inputs are the leading axes that make up their columns.
+        cut = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == self.their_shape[1])
+        return Piece(name, self.their_shape, index, self.shape[cut:], self.shape[:cut], True)
+
     def unfold(self, theirs: np.ndarray) -> np.ndarray:
         return (theirs.T if self.transposed else theirs).reshape(self.shape)
 
@@ -512,6 +550,69 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+class Piece(NamedTuple):
+    """One tensor of the files as a block of one of our parameters.
+
+    Theirs is a matrix `[prod(rows), prod(columns)]`, or a vector `[prod(rows)]` where `columns` is empty. Ours at
+    `index` is `[*columns, *rows]` if `transposed`, else `[*rows, *columns]`, with only `part` (start, stop) of
+    the second axis of `rows` where that is given: two of our parameters share such a tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    transposed: bool
+    part: tuple[int, int] | None = None
+
+
+def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
+    """Each of our parameters, by its flat name, with the tensors that fill it, in the order of its leading axes.
+
+    V2 has no tensors for `moe_layers.moe.bias`: its list is empty, its values are 0.
+    """
+    found: dict[str, list[Piece]] = {}
+
+    def add(name: str, rule: _Rule, their_name: str, index: tuple[int, ...]) -> None:
+        piece = rule.piece(their_name, index)
+        if not name.endswith("attn.kv_up"):
+            found.setdefault(name, []).append(piece)
+            return
+        nope, both = config.attention.qk_nope_head_dim, rule.shape[1]
+        for half, part in (("k_up", (0, nope)), ("v_up", (nope, both))):
+            found.setdefault(name.replace("kv_up", half), []).append(piece._replace(part=part))
+
+    for rule in _top_rules(config):
+        add(rule.ours, rule, rule.theirs, ())
+    for stack, layers, rules in _stacks(config):
+        for rule in rules:
+            for row, layer in enumerate(layers):
+                for expert, name in enumerate(rule.names(layer)):
+                    add(f"{stack}.{rule.ours}", rule, name, (row, expert) if rule.experts else (row,))
+    if config.num_moe_layers:
+        found.setdefault("moe_layers.moe.bias", [])
+    return found
+
+
+def left_out_of(names: Iterable[str], num_layers: int) -> dict[str, str]:
+    """Those of the files' `names` that no layer here reads, each with the reason in two or three words.
+
+    Layers at or above `num_layers` are prediction modules where one of their tensors is `eh_proj`, which tells
+    them from layers that the configuration forgot.
+    """
+    names = list(names)
+    layer_of = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
+    predictors = {int(m[1]) for n, m in layer_of.items() if m and ".eh_proj." in n}
+    found = {}
+    for name, m in layer_of.items():
+        if m and int(m[1]) >= num_layers and int(m[1]) in predictors:
+            found[name] = "prediction module"
+        elif name.endswith(".rotary_emb.inv_freq"):
+            found[name] = "rope buffer"
+    return found
+
+
 class _Reader:
     """Takes tensors out of a state dict as float32 and knows what is left."""
 
@@ -534,16 +635,8 @@ class _Reader:
             raise ConfigError(f"{name} differs from the embedding, but tie_word_embeddings is true")
 
     def close(self, num_layers: int) -> None:
-        layer_of = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.left}
-        # eh_proj tells a prediction module from a layer that the configuration forgot.
-        predictors = {int(m[1]) for n, m in layer_of.items() if m and n.endswith(".eh_proj.weight")}
-        unknown = sorted(
-            name
-            for name, m in layer_of.items()
-            if not (m and int(m[1]) >= num_layers and int(m[1]) in predictors)
-            and not name.endswith(".rotary_emb.inv_freq")
-            and np.size(self.tensors[name])
-        )
+        ignored = left_out_of(self.left, num_layers)
+        unknown = sorted(name for name in self.left if name not in ignored and np.size(self.tensors[name]))
         if unknown:
             raise ConfigError(
                 _names("the weights hold tensors that the configuration does not know", unknown)
@@ -574,7 +667,8 @@ def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarra
     return flat
 
 
-def _nest(flat: Mapping[str, Any]) -> Params:
+def nest(flat: Mapping[str, Any]) -> Params:
+    """Nested dicts of a dict whose names have dots."""
     nested: Params = {}
     for name, value in flat.items():
         *path, leaf = name.split(".")
@@ -585,7 +679,7 @@ def _nest(flat: Mapping[str, Any]) -> Params:
     return nested
 
 
-def _check(flat: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def _check(flat: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
     """`flat`, if its names and shapes are exactly `shapes`."""
     if missing := sorted(set(shapes) - set(flat)):
         raise ConfigError(_names("parameters are missing", missing))
