@@ -72,11 +72,11 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from mlaflax.cli import Terminal
     from infer.evaluation import needle, ppl
     from infer.evaluation.text import held_out_text, rows_of
     from infer.evaluation.variants import far_from, parse_variant
     from mlaflax.checkpoint import load_model
+    from mlaflax.cli import Terminal
     from mlaflax.config import require
     from train.data.needle import NeedleTask
 

@@ -321,6 +321,24 @@ class Checkpoints:
         self._manager.reload()
 
 
+def save_model(
+    directory: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None, step: int = 0
+) -> None:
+    """Save a model as `load_model` opens it: parameters, expert biases and codebooks, no training state.
+
+    Args:
+      model: stacked, with its configuration.
+      tokenizer: saved beside it; one that is there already stays when this is None.
+
+    Raises:
+      CheckpointError: it cannot be written; with the reason.
+    """
+    write_description(directory, model.config, tokenizer)
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(step, {"model": model_trees(model)}, {})
+        checkpoints.wait()
+
+
 def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
     """The model saved in `directory`, its tokenizer and configuration; no optimiser state is read.
 
@@ -561,5 +579,6 @@ __all__ = [
     "read_description",
     "read_model_config",
     "read_tokenizer",
+    "save_model",
     "write_description",
 ]

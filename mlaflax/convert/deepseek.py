@@ -218,7 +218,7 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
     Raises:
       ConfigError: if neither family can express the model, or on a missing, unknown or misshapen parameter.
     """
-    flat = _flatten(params)
+    flat = flatten(params)
     return {tensor.name: tensor.read() for tensor in tensors_to_hf(flat, config)}
 
 
@@ -290,7 +290,7 @@ def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
         if not isinstance(variable, nnx.RngState | Codebook)  # what no such file holds
     }
     old = {name: variable.get_value() for name, variable in variables.items()}
-    values = _check(_flatten(params), {name: tuple(value.shape) for name, value in old.items()})
+    values = _check(flatten(params), {name: tuple(value.shape) for name, value in old.items()})
     new = {k: jax.device_put(v.astype(old[k].dtype), old[k].sharding) for k, v in values.items()}
     nnx.update(model, nest(new))
 
@@ -456,7 +456,9 @@ class _Rule(NamedTuple):
 
     def piece(self, name: str, index: tuple[int, ...]) -> "Piece":
         if not self.transposed:
-            rows, columns = (self.shape[:-1], self.shape[-1:]) if len(self.their_shape) == 2 else (self.shape, ())
+            rows, columns = (
+                (self.shape[:-1], self.shape[-1:]) if len(self.their_shape) == 2 else (self.shape, ())
+            )
             return Piece(name, self.their_shape, index, rows, columns, False)
         # Ours is [*inputs, *outputs]: the inputs are the leading axes that make up their columns.
         cut = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == self.their_shape[1])
@@ -657,13 +659,14 @@ def _names(what: str, names: list[str]) -> str:
     return f"{what}: {', '.join(names[:3])}{more}"
 
 
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, whose names have dots."""
     flat = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = np.asarray(value)
+            flat[prefix + name] = value
     return flat
 
 
