@@ -19,9 +19,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, load_model, read_description
+from mlaflax.cli import Terminal
 from mlaflax.codebook import fit_codebook, save_codebooks
 from mlaflax.config import ConfigError, from_dict, require, require_positive
 from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format

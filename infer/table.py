@@ -20,10 +20,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.cache.latent import PAGE_SIZE, default_page_size, pool_format
 from mlaflax.checkpoint import Checkpoints, read_model_config
+from mlaflax.cli import Terminal
 from mlaflax.config import (
     CacheFormat,
     ConfigError,

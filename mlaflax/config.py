@@ -163,10 +163,10 @@ class RopeConfig:
         require_positive(self, p, "original_length", "beta_slow")
         require(self.factor >= 1, p + "factor", self.factor, "must be at least 1 (1 means no scaling)")
         require(
-            self.beta_fast > self.beta_slow,
+            self.beta_fast >= self.beta_slow,
             p + "beta_fast",
             self.beta_fast,
-            f"must be above beta_slow ({self.beta_slow})",
+            f"must not be below beta_slow ({self.beta_slow})",
         )
         require(self.mscale >= 0, p + "mscale", self.mscale, "must be 0 or more")
         require(self.mscale_all_dim >= 0, p + "mscale_all_dim", self.mscale_all_dim, "must be 0 or more")
@@ -568,7 +568,7 @@ def _rebuild(hint: Any, value: Any, name: str) -> Any:
             return None
         hint = _meant([o for o in options if o is not type(None)], value)
     if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), value, f"{name}.")
+        return from_dict(typing.cast(type, hint), typing.cast(dict[str, Any], value), f"{name}.")
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(value)
     return value

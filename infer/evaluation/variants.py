@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from infer.cli import nearest
 from mlaflax.cache import LatentCache
 from mlaflax.cache.latent import pool_format
+from mlaflax.cli import nearest
 from mlaflax.config import (
     SCALED_FORMATS,
     CacheFormat,

@@ -108,7 +108,7 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     a, m, dense = config.latent_attention, config.moe, not config.num_moe_layers
     v2 = is_v2(config)
-    _require_expressible(config)
+    require_expressible(config)
     values: dict[str, Any] = {
         "architectures": ["DeepseekV2ForCausalLM" if v2 else "DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v2" if v2 else "deepseek_v3",
@@ -191,10 +191,9 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
     Raises:
       ConfigError: if neither family can express the model, or on a missing, unknown or misshapen parameter.
     """
-    _require_expressible(config)
-    flat = check_shapes(flatten(params), _shapes(config))
-    if is_v2(config) and flat["moe_layers.moe.bias"].any():
-        raise ConfigError("moe_layers.moe.bias is not 0, and DeepSeek-V2 has no selection bias")
+    require_expressible(config)
+    flat = {k: np.asarray(v) for k, v in check_shapes(flatten(params), shapes(config)).items()}
+    require_no_bias_in_v2(flat, config)
     out = {}
     for rule in top_rules(config):
         out[rule.theirs] = rule.fold(flat[rule.ours])
@@ -224,7 +223,8 @@ def _kind(config: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _require_expressible(config: ModelConfig) -> None:
+def require_expressible(config: ModelConfig) -> None:
+    """Raise `ConfigError` unless one of the two families computes what `config` describes."""
     a, m = config.latent_attention, config.moe
     require(a.rope.scaling == "yarn", "attention.rope.scaling", a.rope.scaling, "must be 'yarn'")
     require(a.latent_norm_eps == 1e-6, "attention.latent_norm_eps", a.latent_norm_eps, "must be 1e-6")
@@ -286,6 +286,12 @@ def empty_tensors(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def require_no_bias_in_v2(flat: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuse what training may have given a model that the files have no place for."""
+    if is_v2(config) and np.asarray(flat["moe_layers.moe.bias"]).any():
+        raise ConfigError("moe_layers.moe.bias is not 0, and DeepSeek-V2 has no selection bias")
+
+
 def is_v2(config: ModelConfig) -> bool:
     """Whether the files are a DeepSeek-V2's, which have no selection bias."""
     return config.num_moe_layers > 0 and config.moe.score == "softmax"
@@ -332,18 +338,18 @@ def stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
         yield "moe_layers", range(dense, depth), attention + moe
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our flat names and shapes."""
-    shapes = {rule.ours: rule.stacked_shape for rule in top_rules(config)}
+    found = {rule.ours: rule.stacked_shape for rule in top_rules(config)}
     for stack, layers, rules in stacks(config):
-        shapes |= {f"{stack}.{rule.ours}": (len(layers), *rule.stacked_shape) for rule in rules}
-        count, heads, nope_v, latent = shapes.pop(f"{stack}.attn.kv_up")
+        found |= {f"{stack}.{rule.ours}": (len(layers), *rule.stacked_shape) for rule in rules}
+        count, heads, nope_v, latent = found.pop(f"{stack}.attn.kv_up")
         nope = config.latent_attention.qk_nope_head_dim
-        shapes[f"{stack}.attn.k_up"] = (count, heads, nope, latent)
-        shapes[f"{stack}.attn.v_up"] = (count, heads, nope_v - nope, latent)
+        found[f"{stack}.attn.k_up"] = (count, heads, nope, latent)
+        found[f"{stack}.attn.v_up"] = (count, heads, nope_v - nope, latent)
     if config.num_moe_layers:
-        shapes["moe_layers.moe.bias"] = (config.num_moe_layers, config.moe.num_experts)
-    return shapes
+        found["moe_layers.moe.bias"] = (config.num_moe_layers, config.moe.num_experts)
+    return found
 
 
 __all__ = [

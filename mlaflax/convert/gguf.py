@@ -20,7 +20,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from mlaflax.config import ConfigError, RopeConfig, require
 from mlaflax.convert import llama
 from mlaflax.convert.layout import flatten
-from mlaflax.convert.write import require_absent, write_checkpoint
+from mlaflax.convert.write import write_checkpoint
+from mlaflax.files import require_new
 from mlaflax.model.rope import inverse_frequencies
 from mlaflax.tokenizer import Tokenizer
 
@@ -304,10 +305,10 @@ def from_gguf(path: str | os.PathLike, out: str | os.PathLike) -> int:
       The number of parameters.
 
     Raises:
-      ConfigError: a file that is damaged or holds what is not supported, naming it; `out` is then not there.
-      CheckpointError: `out` exists already, or cannot be written.
+      ConfigError: a file that is damaged or holds what is not supported, naming it, or `out` exists; nothing is written.
+      CannotDo: `out` cannot be written.
     """
-    require_absent(out)
+    require_new(pathlib.Path(out), "OUT")
     file = GGUFFile(path)
     config = llama.model_config_from_hf(file.hf_config())
     tokenizer, named = read_tokenizer(file)

@@ -6,7 +6,7 @@ layers and experts, `[in, out]`, with the heads unfolded. A family is a table of
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -203,6 +203,16 @@ class Rule(NamedTuple):
         for e in range(max(self.experts, 1)):
             yield f"model.layers.{layer}.{self.theirs.format(e=e)}"
 
+    def piece(self, name: str, index: tuple[int, ...]) -> "Piece":
+        """Where tensor `name` lies: at `index` of the leading axes of ours."""
+        if not self.transposed:
+            matrix = len(self.their_shape) == 2
+            rows, columns = (self.shape[:-1], self.shape[-1:]) if matrix else (self.shape, ())
+            return Piece(name, self.their_shape, index, rows, columns, False)
+        # Ours is [*inputs, *outputs]: the inputs are the leading axes that make up their columns.
+        cut = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == self.their_shape[1])
+        return Piece(name, self.their_shape, index, self.shape[cut:], self.shape[:cut], True)
+
     def unfold(self, theirs: np.ndarray) -> np.ndarray:
         return (theirs.T if self.transposed else theirs).reshape(self.shape)
 
@@ -210,6 +220,23 @@ class Rule(NamedTuple):
         if self.transposed:
             ours = ours.reshape(self.their_shape[::-1]).T
         return np.ascontiguousarray(ours.reshape(self.their_shape), np.float32)
+
+
+class Piece(NamedTuple):
+    """One tensor of the files as a block of one of our parameters.
+
+    Theirs is a matrix `[prod(rows), prod(columns)]`, or a vector `[prod(rows)]` where `columns` is empty. Ours at
+    `index` is `[*columns, *rows]` if `transposed`, else `[*rows, *columns]`, with only `part` (start, stop) of
+    the second axis of `rows` where that is given: two of our parameters share such a tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    transposed: bool
+    part: tuple[int, int] | None = None
 
 
 def same(ours: str, theirs: str, *shape: int) -> Rule:
@@ -266,16 +293,8 @@ class Reader:
             raise ConfigError(f"{name} differs from the embedding, but tie_word_embeddings is true")
 
     def close(self, num_layers: int) -> None:
-        layer_of = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.left}
-        # eh_proj tells a prediction module from a layer that the configuration forgot.
-        predictors = {int(m[1]) for n, m in layer_of.items() if m and n.endswith(".eh_proj.weight")}
-        unknown = sorted(
-            name
-            for name, m in layer_of.items()
-            if not (m and int(m[1]) >= num_layers and int(m[1]) in predictors)
-            and not name.endswith(".rotary_emb.inv_freq")
-            and np.size(self.tensors[name])
-        )
+        ignored = left_out_of(self.left, num_layers)
+        unknown = sorted(name for name in self.left if name not in ignored and np.size(self.tensors[name]))
         if unknown:
             raise ConfigError(
                 first_names("the weights hold tensors that the configuration does not know", unknown)
@@ -291,20 +310,38 @@ class Reader:
         return value.astype(np.float32)
 
 
+def left_out_of(names: Iterable[str], num_layers: int) -> dict[str, str]:
+    """Those of the files' `names` that no layer here reads, each with the reason in two or three words.
+
+    Layers at or above `num_layers` are prediction modules where one of their tensors is `eh_proj`, which tells
+    them from layers that the configuration forgot.
+    """
+    names = list(names)
+    layer_of = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
+    predictors = {int(m[1]) for n, m in layer_of.items() if m and ".eh_proj." in n}
+    found = {}
+    for name, m in layer_of.items():
+        if m and int(m[1]) >= num_layers and int(m[1]) in predictors:
+            found[name] = "prediction module"
+        elif name.endswith(".rotary_emb.inv_freq"):
+            found[name] = "rope buffer"
+    return found
+
+
 def first_names(what: str, names: list[str]) -> str:
     """A sentence with the first three of the names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{what}: {', '.join(names[:3])}{more}"
 
 
-def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, names joined by dots."""
     flat = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = np.asarray(value)
+            flat[prefix + name] = value
     return flat
 
 
@@ -320,7 +357,7 @@ def nest(flat: Mapping[str, Any]) -> Params:
     return nested
 
 
-def check_shapes(flat: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def check_shapes(flat: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
     """`flat`, if its names and shapes are exactly `shapes`."""
     if missing := sorted(set(shapes) - set(flat)):
         raise ConfigError(first_names("parameters are missing", missing))

@@ -110,7 +110,7 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
     Raises:
       ConfigError: if none of these can express `config`.
     """
-    a = _expressible(config)
+    a = require_expressible(config)
     name = "Qwen3" if a.qk_norm else "Qwen2" if a.qkv_bias else "Llama"
     return {
         "architectures": [f"{name}ForCausalLM"],
@@ -148,7 +148,7 @@ def params_from_hf(state_dict: Mapping[str, np.ndarray], config: ModelConfig) ->
     Raises:
       ConfigError: on a missing, unknown or misshapen tensor, or a number format that needs scales.
     """
-    _expressible(config)
+    require_expressible(config)
     reader = Reader(state_dict)
     flat = {rule.ours: reader.read(rule, rule.theirs) for rule in top_rules(config)}
     for rule in _layer_rules(config):
@@ -168,11 +168,8 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
     Raises:
       ConfigError: if no family can express the model, or on a missing, unknown or misshapen parameter.
     """
-    _expressible(config)
     rules = _layer_rules(config)
-    shapes = {rule.ours: rule.shape for rule in top_rules(config)}
-    shapes |= {f"{_STACK}.{rule.ours}": (config.num_layers, *rule.shape) for rule in rules}
-    flat = check_shapes(flatten(params), shapes)
+    flat = {k: np.asarray(v) for k, v in check_shapes(flatten(params), shapes(config)).items()}
     out = {rule.theirs: rule.fold(flat[rule.ours]) for rule in top_rules(config)}
     for rule in rules:
         for layer, value in enumerate(flat[f"{_STACK}.{rule.ours}"]):
@@ -208,7 +205,8 @@ def _require_full_attention(key: Keys, kind: str, max_length: int) -> None:
     )
 
 
-def _expressible(config: ModelConfig) -> GQAConfig:
+def require_expressible(config: ModelConfig) -> GQAConfig:
+    """The attention of a model that one of these families can express; else `ConfigError`."""
     a = config.attention
     if not isinstance(a, GQAConfig):
         raise ConfigError(f"attention = {a!r}: must be a GQAConfig in a model of the Llama families")
@@ -227,8 +225,14 @@ def stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
     yield _STACK, range(config.num_layers), _layer_rules(config)
 
 
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Our flat names and shapes."""
+    found = {rule.ours: rule.shape for rule in top_rules(config)}
+    return found | {f"{_STACK}.{r.ours}": (config.num_layers, *r.shape) for r in _layer_rules(config)}
+
+
 def _layer_rules(config: ModelConfig) -> list[Rule]:
-    a, d = _expressible(config), config.hidden_size
+    a, d = require_expressible(config), config.hidden_size
     query, kv = (a.num_heads, a.head_dim), (a.num_kv_heads, a.head_dim)
     rules = [
         same("attn_norm.scale", "input_layernorm.weight", d),

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from mlaflax.checkpoint import CheckpointError, load_model
+from mlaflax.checkpoint import load_model
 from mlaflax.config import ConfigError, RopeConfig
-from mlaflax.convert.gguf import GGUFFile, from_gguf, main
+from mlaflax.convert.__main__ import main
+from mlaflax.convert.gguf import GGUFFile, from_gguf
 from mlaflax.convert.llama import model_config_from_hf, params_from_hf
 from mlaflax.model.rope import inverse_frequencies
 from tests.convert.test_llama import same, small
@@ -146,7 +147,7 @@ def test_a_file_becomes_a_checkpoint(tmp_path, capsys):
     config, weights = small("smollm2", vocab=300)
     inner = byte_level()
     write(tmp_path / "model.gguf", config, weights, "llama", tokenizer=inner)
-    assert main([str(tmp_path / "model.gguf"), str(tmp_path / "out")]) == 0
+    assert main(["from-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "out")]) == 0
     model, tokenizer, read, step = load_model(tmp_path / "out")
     assert step == 0 and read.attention == config.attention
     want = params_from_hf(weights, config)
@@ -158,10 +159,10 @@ def test_a_file_becomes_a_checkpoint(tmp_path, capsys):
     assert tokenizer.encode("<|im_end|>", parse_special=True) == [tokenizer.eos_id]
     assert "{{ messages }}" in (tmp_path / "out" / "tokenizer_config.json").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf", "out"]
-    with pytest.raises(CheckpointError, match=r"OUT = .*exists already"):
+    with pytest.raises(ConfigError, match=r"OUT = .*must be a new or an empty folder"):
         from_gguf(tmp_path / "model.gguf", tmp_path / "out")
-    assert main([str(tmp_path / "model.gguf"), str(tmp_path / "out")]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert main(["from-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "out")]) == 2
+    assert "must be a new or an empty folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -201,8 +202,8 @@ def test_damaged_files_are_refused_and_nothing_is_written(tmp_path, capsys):
             from_gguf(part, tmp_path / "out")
     with pytest.raises(ConfigError, match="no such file"):
         from_gguf(tmp_path / "none.gguf", tmp_path / "out")
-    assert main([str(part), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("error: file = ")
+    assert main(["from-gguf", str(part), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: file = ")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["part.gguf", "whole.gguf"]
 
 

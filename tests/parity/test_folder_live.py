@@ -57,7 +57,7 @@ def test_there_and_back(name, peer, transformers, tmp_path):
     assert expected.std() > 0.5
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE * np.abs(expected).max())
 
-    assert main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--shard-bytes", "100000"]) == 0
+    assert main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "100KB"]) == 0
     back, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back",
         attn_implementation="eager",
