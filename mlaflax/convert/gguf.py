@@ -305,7 +305,8 @@ def from_gguf(path: str | os.PathLike, out: str | os.PathLike) -> int:
       The number of parameters.
 
     Raises:
-      ConfigError: a file that is damaged or holds what is not supported, naming it, or `out` exists; nothing is written.
+      ConfigError: a file that is damaged or holds what is not supported, naming it, or `out`
+        exists; nothing is written.
       CannotDo: `out` cannot be written.
     """
     require_new(pathlib.Path(out), "OUT")

@@ -250,7 +250,8 @@ def abbreviated(names: Iterable[str], limit: int = 8) -> str:
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in sorted(names):
-        groups.setdefault(re.sub(r"\d+", "{}", name), []).append(tuple(map(int, re.findall(r"\d+", name))))
+        template = re.sub(r"\d+", "{}", name.replace("{", "{{").replace("}", "}}"))
+        groups.setdefault(template, []).append(tuple(map(int, re.findall(r"\d+", name))))
     said = []
     for template, numbers in groups.items():
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]

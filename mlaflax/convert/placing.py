@@ -40,17 +40,22 @@ def place(
       read_rows: `(name, start, stop)` gives these rows of a tensor, in any number format.
       done: called with the name of each tensor that is in place.
     """
-    held: dict[Bounds, dict[Device, jax.Array]] = {}
+    held: dict[Bounds, dict[Device, Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+        bounds = tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index or (), shape, strict=True))
+        held.setdefault(bounds, {})[device] = None
+    for bounds, buffers in held.items():
         local = tuple(stop - start for start, stop in bounds)
-        held.setdefault(bounds, {})[device] = _zeros(local, device)
+        # What is no larger than a chunk is put together on the host: a program for each shape costs more.
+        small = 4 * math.prod(local) <= chunk_bytes
+        first = np.zeros(local, np.float32) if small else None
+        buffers.update({device: first if small else _zeros(local, device) for device in buffers})
     for piece in pieces:
         for bounds, buffers in held.items():
             _fill(buffers, bounds, piece, read_rows, chunk_bytes)
         done(piece.name)
-    buffers = [buffer for group in held.values() for buffer in group.values()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, buffers)
+    arrays = [jax.device_put(buffer, device) for group in held.values() for device, buffer in group.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _fill(
@@ -82,27 +87,33 @@ def _fill(
         block = read_rows(piece.name, start * each, stop * each)
         block = block.reshape(stop - start, *piece.rows[1:], *piece.columns)
         block = np.ascontiguousarray(block[(slice(None), *cut)])
+        where = (*at, *([0] * (width if piece.transposed else 0)), start - first)
+        on_host = next(iter(buffers.values()))
+        if isinstance(on_host, np.ndarray):
+            block = block.transpose(_order(block.ndim, len(piece.rows) if piece.transposed else 0))
+            ends = (slice(a, a + n) for a, n in zip(where[lead:], block.shape, strict=False))
+            on_host[(*at, *ends)] = block
+            continue
         for device, buffer in buffers.items():
             moved = jax.device_put(block, device)
-            place_at = np.asarray((*at, start - first), np.int32)
-            buffers[device] = _update(buffer, moved, place_at, len(piece.rows) if piece.transposed else 0)
+            starts = np.zeros(buffer.ndim, np.int32)
+            starts[: len(where)] = where
+            buffers[device] = _update(buffer, moved, starts, len(piece.rows) if piece.transposed else 0)
         # One chunk at a time: updates that wait would keep theirs.
         jax.block_until_ready(list(buffers.values()))
 
 
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _update(buffer: jax.Array, block: jax.Array, at: jax.Array, rows_last: int) -> jax.Array:
-    """`block` into `buffer` at `at`: its leading axes, then the first axis of rows.
+def _order(axes: int, rows: int) -> tuple[int, ...]:
+    """The axes with the first `rows` of them behind the others."""
+    return (*range(rows, axes), *range(rows))
 
-    `rows_last` above 0 is the number of the block's axes that go behind the others.
-    """
-    order = (*range(rows_last, block.ndim), *range(rows_last))
-    block = jnp.transpose(block, order).astype(buffer.dtype)
-    lead = buffer.ndim - block.ndim
-    starts = [jnp.zeros((), jnp.int32)] * buffer.ndim
-    starts[:lead] = [at[i] for i in range(lead)]
-    starts[lead + (block.ndim - rows_last if rows_last else 0)] = at[lead]
-    return jax.lax.dynamic_update_slice(buffer, block[(None,) * lead], starts)
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _update(buffer: jax.Array, block: jax.Array, starts: jax.Array, rows_last: int) -> jax.Array:
+    """`block`, its first `rows_last` axes moved behind the others, into `buffer` from `starts` on."""
+    block = jnp.transpose(block, _order(block.ndim, rows_last)).astype(buffer.dtype)
+    block = block[(None,) * (buffer.ndim - block.ndim)]
+    return jax.lax.dynamic_update_slice(buffer, block, [starts[i] for i in range(buffer.ndim)])
 
 
 def _zeros(shape: tuple[int, ...], device: Device) -> jax.Array:

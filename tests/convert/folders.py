@@ -6,12 +6,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import serialize_file
+from safetensors import TensorSpec, deserialize, serialize_file
 
 from mlaflax.tokenizer import Tokenizer
 from tests.parity import golden
 
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
@@ -19,12 +18,7 @@ def write_tensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
     """A .safetensors file, by the format's own library; its function for numpy knows neither bfloat16 nor FP8."""
     serialize_file(
         {
-            name: {
-                "dtype": _NAMES[str(x.dtype)],
-                "shape": list(x.shape),
-                "data_ptr": x.ctypes.data,
-                "data_len": x.nbytes,
-            }
+            name: TensorSpec(dtype=str(x.dtype), shape=x.shape, data_ptr=x.ctypes.data, data_len=x.nbytes)
             for name, x in tensors.items()
         },
         path,
@@ -109,8 +103,6 @@ def to_fp8(weights: dict[str, np.ndarray], block: tuple[int, int]) -> dict[str, 
 
 def read_folder(directory: pathlib.Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Every tensor of a folder: dtype, shape and bytes, read by the format's own library."""
-    from safetensors import deserialize
-
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
         for name, x in deserialize(file.read_bytes()):
