@@ -5,15 +5,17 @@
 `mla` is DeepseekV3 as it comes: it caches the latent and expands all of it again at every step. `absorbed` is
 the same model and weights with its attention replaced by the absorbed form in eager torch: what torch can
 reach without a kernel of its own. `gqa` is a Llama of as many parameters, `llama` the one in the folder `weights`,
-which also scores texts:
+which also scores texts and renders chat templates:
 
-    nll(rows) -> {"nll": sum over rows of the negative log-likelihoods of all tokens but the first}
+    nll(weights, rows, threads) -> {"nll": sum over rows of the negative log-likelihoods of all tokens but the first}
+    render(template, messages) -> {"text": the chat, up to where an answer begins}
 """
 
 import functools
 import sys
 import time
 
+import jinja2
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -139,6 +141,12 @@ class Worker:
             logits = self.model(tokens, use_cache=False).logits[0, :-1].double()
             total += torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
         return {"nll": total}
+
+    def render(self, template: str, messages: list[dict]):
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        return {
+            "text": environment.from_string(template).render(messages=messages, add_generation_prompt=True)
+        }
 
     def release(self):
         self.cache = None
