@@ -568,7 +568,8 @@ def _rebuild(hint: Any, value: Any, name: str) -> Any:
             return None
         hint = _meant([o for o in options if o is not type(None)], value)
     if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), typing.cast(dict[str, Any], value), f"{name}.")
+        # What is no dict is refused there.
+        return from_dict(typing.cast(type, hint), typing.cast(dict, value), f"{name}.")
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(value)
     return value

@@ -111,6 +111,10 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
       ConfigError: if none of these can express `config`.
     """
     a = require_expressible(config)
+    even = config.hidden_size % a.num_heads == 0
+    require(
+        even, "hidden_size", config.hidden_size, f"must be a multiple of attention.num_heads ({a.num_heads})"
+    )
     name = "Qwen3" if a.qk_norm else "Qwen2" if a.qkv_bias else "Llama"
     return {
         "architectures": [f"{name}ForCausalLM"],

@@ -47,7 +47,7 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 _SCALED = {"original_max_position_embeddings": 32}
 FAMILIES = {
     "llama": _family("Llama", {}),
-    "llama 3.1": _family("Llama", _LLAMA3 | _SCALED, num_attention_heads=6, head_dim=20, rms_norm_eps=1e-5),
+    "llama 3.1": _family("Llama", _LLAMA3 | _SCALED, head_dim=20, rms_norm_eps=1e-5),
     "smollm2": _family(
         "Llama", {"rope_theta": 1e5}, tie_word_embeddings=True, num_key_value_heads=1, num_attention_heads=3,
         hidden_size=48,
@@ -83,7 +83,8 @@ def test_logits_and_generation(family, peer):
     compare_generation(model, runner, peer, documents[2])
     trace = numpy_reference.Trace()
     numpy_reference.forward(params, config, documents[0][None], trace=trace)
-    assert max(a.max(-1)[..., 40:].mean() for a in trace.attention) > 0.2, "attention is near uniform"
+    # Uniform attention over 40 keys and more would give 0.025 at most.
+    assert max(a.max(-1)[..., 40:].mean() for a in trace.attention) > 0.15
 
 
 @pytest.mark.parametrize("family", ["llama 3.1", "qwen2", "qwen3"])
