@@ -79,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from infer.cli import Terminal
     from infer.evaluation import ppl
     from infer.evaluation.text import held_out_text, rows_of
     from infer.evaluation.variants import far_from, parse_variant
     from mlaflax.checkpoint import load_model
+    from mlaflax.cli import Terminal
     from mlaflax.config import require
 
     terminal = Terminal()

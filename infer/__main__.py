@@ -17,8 +17,8 @@ if __name__ == "__main__":
     leave_silently_when_interrupted()
 keep_freed_memory()
 
-from infer.cli import Terminal, nearest, parse  # noqa: E402 - after the allocator is set up
 from mlaflax.checkpoint import CheckpointError  # noqa: E402
+from mlaflax.cli import Terminal, nearest, parse  # noqa: E402 - after the allocator is set up
 from mlaflax.config import ConfigError  # noqa: E402
 from mlaflax.runtime import (  # noqa: E402
     interrupt_signal,

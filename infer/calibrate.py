@@ -19,9 +19,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, load_model, read_description
+from mlaflax.cli import Terminal
 from mlaflax.codebook import fit_codebook, save_codebooks
 from mlaflax.config import ConfigError, from_dict, require, require_positive
 from mlaflax.formats import GAUSSIAN_CODEBOOK, get_format
@@ -74,7 +74,7 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
     starts = np.linspace(0, len(ids) - context, rows).astype(int)
     with terminal.working(f"running {rows} rows of {context} tokens"):
         latents = stored_latents(model, np.stack([ids[start : start + context] for start in starts]))
-    c = config.attention.kv_lora_rank
+    c = config.latent_attention.kv_lora_rank
     levels, losses = [], []
     for layer, found in enumerate(latents):
         with terminal.working(f"fitting layer {layer + 1} of {len(latents)}"):

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 from rich.console import Console
 
-from infer.cli import Terminal, nearest
 from infer.evaluation import fidelity, needle, ppl, report, speed
 from infer.evaluation.text import Rows, Text, held_out_text, rows_of
 from infer.evaluation.variants import Variant, far_from, parse_variant, parse_variants
@@ -34,6 +33,7 @@ from mlaflax.checkpoint import (
     read_model_config,
     read_tokenizer,
 )
+from mlaflax.cli import Terminal, nearest
 from mlaflax.config import ConfigError, ModelConfig, require, require_positive
 from mlaflax.runtime import interrupt_signal
 from mlaflax.tokenizer import Tokenizer

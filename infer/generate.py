@@ -19,9 +19,9 @@ from typing import Annotated, Any, get_args
 import numpy as np
 import tyro
 
-from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.checkpoint import CheckpointError, Checkpoints, load_model, read_model_config, read_tokenizer
+from mlaflax.cli import Terminal
 from mlaflax.config import (
     SCALED_FORMATS,
     CacheFormat,

@@ -20,11 +20,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from infer.cli import Terminal
 from mlaflax.cache import LatentCache
 from mlaflax.cache.latent import PAGE_SIZE, default_page_size, pool_format
 from mlaflax.checkpoint import Checkpoints, read_model_config
-from mlaflax.config import CacheFormat, ConfigError, ModelConfig, require_positive
+from mlaflax.cli import Terminal
+from mlaflax.config import (
+    CacheFormat,
+    ConfigError,
+    GQAConfig,
+    ModelConfig,
+    require_cache_format,
+    require_positive,
+)
 from mlaflax.formats import get_format
 
 # Larger caches are counted from their arrays' shapes and not allocated.
@@ -86,11 +93,12 @@ def run(arguments: Arguments, terminal: Terminal) -> int:
 
 
 def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[Row]:
-    """MHA, GQA and each format of the latent cache, for `sequences` of `context` tokens each.
+    """MHA, GQA and each format of the model's own cache, for `sequences` of `context` tokens each.
 
     A format that cannot hold the model's latents is left out.
     """
     heads = config.attention.num_heads
+    own = "K/V" if isinstance(config.attention, GQAConfig) else "MLA"
     groups = gqa_groups(heads)
     rows = [
         _measure(f"MHA {heads} x {config.attention.v_head_dim} bf16", config, context, sequences, heads),
@@ -98,14 +106,15 @@ def cache_table(config: ModelConfig, context: int, sequences: int = 1) -> list[R
     ]
     for name in typing.get_args(CacheFormat):
         if _fits(name, config):
-            rows.append(_measure(f"MLA {name}", config, context, sequences, name))
+            rows.append(_measure(f"{own} {name}", config, context, sequences, name))
     return rows
 
 
 def _fits(name: str, config: ModelConfig) -> bool:
     try:
         fmt = get_format(pool_format(config, name))
-        fmt.parts(config.attention.kv_lora_rank, config.attention.qk_rope_head_dim)
+        fmt.parts(*config.attention.cache_dims)
+        require_cache_format(name, "bf16", config.attention)
     except ConfigError:
         return False
     return True

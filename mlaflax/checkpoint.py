@@ -15,6 +15,7 @@ notice a flipped bit inside an array, so each array's fingerprint is saved too a
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -129,15 +130,25 @@ class Checkpoints:
       directory: made if need be, unless `read_only`.
       keep: finished checkpoints to keep.
       read_only: change nothing on disk.
+      in_flight_bytes: of the arrays that are compressed and written at a time, which holds them once or twice more;
+        more than the largest array has. Default: all of them at once.
 
     Raises:
       CheckpointError: another process writes to the directory, or it cannot be used.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int = 2,
+        read_only: bool = False,
+        in_flight_bytes: int | None = None,
+    ):
         quiet_orbax()
         self.directory = pathlib.Path(directory).absolute()
         self.read_only = read_only
+        self._in_flight_bytes = in_flight_bytes
         self._steps = self.directory / "steps"
         if read_only and not self._steps.is_dir():
             raise CheckpointError(f"{directory} holds no checkpoint: {_what_is_there(self.directory)}")
@@ -153,7 +164,11 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep, create=not read_only, read_only=read_only
             )
-            self._manager = ocp.CheckpointManager(self._steps, options=options)
+            handlers = None
+            if in_flight_bytes is not None:
+                limited = ocp.PyTreeCheckpointHandler(save_concurrent_gb=in_flight_bytes / 1e9)  # pyright: ignore
+                handlers = {"model": limited, "meta": ocp.JsonCheckpointHandler()}
+            self._manager = ocp.CheckpointManager(self._steps, options=options, item_handlers=handlers)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -208,7 +223,13 @@ class Checkpoints:
         """
         self.wait()
         meta = {**meta, "fingerprints": {name: _fingerprints(tree) for name, tree in trees.items()}}
-        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        if self._in_flight_bytes is None:
+            items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        else:
+            items = {
+                name: ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=self._in_flight_bytes)
+                for name, tree in trees.items()
+            }
         self._saving = step
         with self._save_reported():
             self._manager.save(
@@ -321,6 +342,26 @@ class Checkpoints:
         self._manager.reload()
 
 
+def save_model(
+    directory: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None, step: int = 0
+) -> None:
+    """Save a model as `load_model` opens it: parameters, expert biases and codebooks, no training state.
+
+    Args:
+      model: stacked, with its configuration.
+      tokenizer: saved beside it; one that is there already stays when this is None.
+
+    Raises:
+      CheckpointError: it cannot be written; with the reason.
+    """
+    write_description(directory, model.config, tokenizer)
+    trees = model_trees(model)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(trees))
+    with Checkpoints(directory, in_flight_bytes=max(largest + 1, 64 << 20)) as checkpoints:
+        checkpoints.save(step, {"model": trees}, {})
+        checkpoints.wait()
+
+
 def load_model(directory: str | os.PathLike, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
     """The model saved in `directory`, its tokenizer and configuration; no optimiser state is read.
 
@@ -354,7 +395,7 @@ def read_codebooks(directory: str | os.PathLike, config: ModelConfig) -> np.ndar
     """
     try:
         return codebook.load_codebooks(
-            directory, num_layers=config.num_layers, kv_lora_rank=config.attention.kv_lora_rank
+            directory, num_layers=config.num_layers, kv_lora_rank=config.latent_attention.kv_lora_rank
         )
     except (ConfigError, OSError) as error:
         raise CheckpointError(str(error)) from error
@@ -456,7 +497,9 @@ def _fingerprints(tree: Tree) -> dict[str, int]:
     flat = _flat(tree)
     if not flat:
         return {}
-    values = jax.device_get(_sums([leaf for _, leaf in flat]))
+    leaves = [leaf for _, leaf in flat]
+    alone = all(isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 for x in leaves)
+    values = jax.device_get(_sums(leaves, alone))
     return {path: int(value) for (path, _), value in zip(flat, values, strict=True)}
 
 
@@ -465,25 +508,48 @@ def _path(path: tuple) -> str:
     return "".join(f".{getattr(key, 'name', getattr(key, 'key', getattr(key, 'idx', key)))}" for key in path)
 
 
-@jax.jit
-def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [_sum_of_bits(leaf) for leaf in leaves]
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(leaves: list[jax.Array], in_blocks: bool) -> list[jax.Array]:
+    return [_sum_of_bits(leaf, in_blocks) for leaf in leaves]
 
 
-def _sum_of_bits(x: jax.Array) -> jax.Array:
+# Elements that are summed at a time: XLA:CPU keeps the products of a sum in memory, as large as what is summed.
+_BLOCK = 1 << 20
+
+
+def _sum_of_bits(x: jax.Array, in_blocks: bool = True) -> jax.Array:
     """Sum of the elements' bits, each times an odd number of its own, modulo 2^32.
 
-    Integers add up to the same on every device layout, and no change of a single element escapes.
+    Integers add up to the same on every device layout, and no change of a single element escapes. `in_blocks`, for
+    arrays on one device, takes no memory beside them; blocks of a sharded array would have to be gathered.
     """
     x = jnp.asarray(x)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
+    if not x.size:
+        return jnp.zeros((), jnp.uint32)
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    index = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(bits * (index * np.uint32(0x9E3779B2) + np.uint32(1)), dtype=jnp.uint32)
+
+    def of_rows(rows: jax.Array, first: jax.Array | int) -> jax.Array:
+        """The part of some rows of the last axis, the first of them number `first` of all."""
+        bits = jax.lax.bitcast_convert_type(rows, unsigned).astype(jnp.uint32)
+        index = jnp.asarray(first, jnp.uint32) + jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 0)
+        index = index * np.uint32(rows.shape[1]) + jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
+        return jnp.sum(bits * (index * np.uint32(0x9E3779B2) + np.uint32(1)), dtype=jnp.uint32, axis=1)
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        start = jnp.minimum(
+            i * step, count - step
+        )  # the last block begins earlier, and skips what was summed
+        sums = of_rows(jax.lax.dynamic_slice_in_dim(rows, start, step), start)
+        return total + jnp.sum(jnp.where(start + jnp.arange(step) >= i * step, sums, 0), dtype=jnp.uint32)
+
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    count = rows.shape[0]
+    step = max(1, _BLOCK // max(1, rows.shape[1]))
+    if not in_blocks or count <= step:
+        return jnp.sum(of_rows(rows, 0), dtype=jnp.uint32)
+    return jax.lax.fori_loop(0, -(-count // step), add, jnp.zeros((), jnp.uint32))
 
 
 @contextlib.contextmanager
@@ -561,5 +627,6 @@ __all__ = [
     "read_description",
     "read_model_config",
     "read_tokenizer",
+    "save_model",
     "write_description",
 ]

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 RopeConvention = Literal["interleaved", "half"]
+RopeScaling = Literal["yarn", "llama3"]
 RouterScore = Literal["softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2"]
 Dtype = Literal["float32", "bfloat16"]
@@ -31,6 +32,7 @@ SCALED_FORMATS: tuple[CacheFormat, ...] = (
     "nuq4",
     "mixed",
 )  # their rope key may be fp8, too
+KV_FORMATS: tuple[CacheFormat, ...] = ("f32", "bf16")  # of keys and values, which have no norm to bound them
 Remat = Literal["none", "full", "dots"]
 
 _LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38  # of int32 and float32
@@ -51,12 +53,19 @@ def require_choice(field: str, value: Any, literal: Any) -> None:
     require(value in options, field, value, f"must be one of {', '.join(map(repr, options))}")
 
 
-def require_cache_format(cache_format: str, rope_format: str) -> None:
-    """Raise `ConfigError` unless both are known and the rope key may be kept so beside that latent."""
+def require_cache_format(
+    cache_format: str, rope_format: str, attention: "AttentionConfig | GQAConfig | None" = None
+) -> None:
+    """Raise `ConfigError` unless both are known, go together, and go with that attention if it is given."""
     require_choice("cache_format", cache_format, CacheFormat)
     require_choice("rope_format", rope_format, RopeFormat)
     allowed = f"goes with cache_format {', '.join(map(repr, SCALED_FORMATS))} only, not {cache_format!r}"
     require(rope_format == "bf16" or cache_format in SCALED_FORMATS, "rope_format", rope_format, allowed)
+    if isinstance(attention, GQAConfig):
+        allowed = (
+            f"must be {' or '.join(map(repr, KV_FORMATS))} for keys and values (attention is a GQAConfig)"
+        )
+        require(cache_format in KV_FORMATS, "cache_format", cache_format, allowed)
 
 
 def require_types(config: Any, prefix: str = "") -> None:
@@ -84,7 +93,11 @@ def _broken_rule(hint: Any, value: Any) -> str | None:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
             return None
-        return _broken_rule(next(o for o in options if o is not type(None)), value)
+        options = [o for o in options if o is not type(None)]
+        if len(options) > 1:  # of dataclasses
+            names = " or ".join(o.__name__ for o in options)
+            return None if isinstance(value, tuple(options)) else f"must be of type {names}"
+        return _broken_rule(options[0], value)
     if origin is Literal:
         return None  # `require_choice` lists the options
     if origin is tuple:
@@ -111,22 +124,24 @@ def require_positive(config: Any, prefix: str, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of the decoupled rope dims, with YaRN when `factor` is above 1.
+    """Rotary position embedding of the dims that are rotated, scaled when `factor` is above 1.
 
     `interleaved` rotates the pairs (0, 1), (2, 3), ...; `half` rotates (i, i + r/2). YaRN follows
     Peng et al. 2023 (arXiv:2309.00071) in the DeepSeek form: the tables are multiplied by
     m(mscale) / m(mscale_all_dim) and the softmax scale by m(mscale_all_dim)^2, where
-    m(s) = 0.1 s ln(factor) + 1.
+    m(s) = 0.1 s ln(factor) + 1. `llama3` is the scaling of Llama 3.1: the same kept and slowed pairs, in between
+    linear in the turns rather than in the pair's number, and no temperature.
 
     Attributes:
       theta: base of the frequencies.
       convention: which dims form a pair, "interleaved" or "half".
-      factor: YaRN's stretch of the original length; 1 for none.
+      factor: the stretch of the original length; 1 for none.
       original_length: tokens of context before the stretch.
       beta_fast: pairs that turn more often than this within the original length keep their speed.
       beta_slow: pairs that turn less often than this are slowed by the whole factor.
       mscale: weight of YaRN's temperature on the rope dims.
       mscale_all_dim: weight of its temperature on all dims, by way of the softmax scale; 0 for none.
+      scaling: how it is stretched, "yarn" or "llama3".
     """
 
     theta: float = 10_000.0
@@ -137,19 +152,21 @@ class RopeConfig:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    scaling: RopeScaling = "yarn"
 
     def __post_init__(self):
         p = "attention.rope."
         require_types(self, p)
+        require_choice(p + "scaling", self.scaling, RopeScaling)
         require_choice(p + "convention", self.convention, RopeConvention)
         require(self.theta > 1, p + "theta", self.theta, "must be above 1")
         require_positive(self, p, "original_length", "beta_slow")
-        require(self.factor >= 1, p + "factor", self.factor, "must be at least 1 (1 means no YaRN)")
+        require(self.factor >= 1, p + "factor", self.factor, "must be at least 1 (1 means no scaling)")
         require(
-            self.beta_fast > self.beta_slow,
+            self.beta_fast >= self.beta_slow,
             p + "beta_fast",
             self.beta_fast,
-            f"must be above beta_slow ({self.beta_slow})",
+            f"must not be below beta_slow ({self.beta_slow})",
         )
         require(self.mscale >= 0, p + "mscale", self.mscale, "must be 0 or more")
         require(self.mscale_all_dim >= 0, p + "mscale_all_dim", self.mscale_all_dim, "must be 0 or more")
@@ -198,6 +215,79 @@ class AttentionConfig:
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.qk_rope_head_dim
+
+    @property
+    def cache_heads(self) -> int:
+        """Entries that a layer's cache keeps of each token."""
+        return 1
+
+    @property
+    def cache_dims(self) -> tuple[int, int]:
+        """Dims of such an entry: the latent and the rope key."""
+        return self.kv_lora_rank, self.qk_rope_head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class GQAConfig:
+    """Grouped-query attention (arXiv:2305.13245): keys and values per KV head, all dims rotated.
+
+    Attributes:
+      num_heads: query heads.
+      num_kv_heads: heads of keys and values, each of which serves as many query heads; `num_heads` of them make it
+        multi-head attention.
+      head_dim: dims of a head's query, key and value.
+      rope: the rotary embedding.
+      qkv_bias: add a bias to queries, keys and values.
+      qk_norm: RMS-normalise queries and keys head by head before the rotation, each with a weight `[head_dim]`.
+    """
+
+    num_heads: int = 12
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    rope: RopeConfig = RopeConfig(convention="half")
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        p = "attention."
+        require_types(self, p)
+        require_positive(self, p, "num_heads", "num_kv_heads", "head_dim")
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            p + "num_kv_heads",
+            self.num_kv_heads,
+            f"must divide num_heads ({self.num_heads})",
+        )
+        even = "must be even: rope rotates pairs of dims"
+        require(self.head_dim % 2 == 0, p + "head_dim", self.head_dim, even)
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.head_dim
+
+    @property
+    def cache_heads(self) -> int:
+        """Entries that a layer's cache keeps of each token."""
+        return self.num_kv_heads
+
+    @property
+    def cache_dims(self) -> tuple[int, int]:
+        """Dims of such an entry: the head's value and its key."""
+        return self.head_dim, self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,13 +447,13 @@ class MixedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of `num_layers` pre-norm layers: MLA, then a SwiGLU MLP or a mixture of experts.
+    """A decoder of `num_layers` pre-norm layers: attention, then a SwiGLU MLP or a mixture of experts.
 
     Attributes:
       vocab_size: entries of the vocabulary.
       num_layers: layers, dense ones included.
       hidden_size: width of the residual stream.
-      attention: latent attention.
+      attention: latent attention, or grouped-query attention with a cache of keys and values.
       moe: mixture of experts.
       norm_eps: epsilon of the layers' norms.
       tie_embeddings: use the embedding as head.
@@ -382,7 +472,7 @@ class ModelConfig:
     hidden_size: int = 768
     mlp_size: int = 2048
     max_length: int = 4096
-    attention: AttentionConfig = AttentionConfig()
+    attention: AttentionConfig | GQAConfig = AttentionConfig()
     moe: MoEConfig = MoEConfig()
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
@@ -399,7 +489,7 @@ class ModelConfig:
             self, "", "vocab_size", "num_layers", "hidden_size", "max_length", "norm_eps", "init_std"
         )
         require_choice("dtype", self.dtype, Dtype)
-        require_cache_format(self.cache_format, self.rope_format)
+        require_cache_format(self.cache_format, self.rope_format, self.attention)
         require_choice("remat", self.remat, Remat)
         for name in ("window", "kept"):
             tokens = getattr(self.mixed, name)
@@ -417,6 +507,17 @@ class ModelConfig:
             self.moe.first_dense,
             f"must not exceed num_layers ({self.num_layers})",
         )
+
+    @property
+    def latent_attention(self) -> AttentionConfig:
+        """`attention`, where only latent attention will do.
+
+        Raises:
+          ConfigError: it is grouped-query attention.
+        """
+        needed = "must be an AttentionConfig here: this needs a latent, and there are keys and values"
+        require(isinstance(self.attention, AttentionConfig), "attention", self.attention, needed)
+        return typing.cast(AttentionConfig, self.attention)
 
     @property
     def uses_codebook(self) -> bool:
@@ -462,11 +563,20 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
 
 def _rebuild(hint: Any, value: Any, name: str) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None:
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
             return None
-        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+        hint = _meant([o for o in options if o is not type(None)], value)
     if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), value, f"{name}.")
+        # What is no dict is refused there.
+        return from_dict(typing.cast(type, hint), typing.cast(dict, value), f"{name}.")
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(value)
     return value
+
+
+def _meant(options: list[Any], value: Any) -> Any:
+    """Which of the types a JSON value is of: the dataclass that knows most of its fields, the first of equals."""
+    if len(options) == 1 or not isinstance(value, dict):
+        return options[0]
+    return max(options, key=lambda o: len({f.name for f in dataclasses.fields(o)} & set(value)))

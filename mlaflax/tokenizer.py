@@ -41,6 +41,7 @@ class Tokenizer:
 
     Attributes:
       eos_id: id of the end-of-text token.
+      eos_token: its name.
       pad_id: id of the padding token, or none.
       vocab_size: the highest id plus one: what a model's vocabulary must hold.
       fingerprint: sha256 of the JSON, in hex: equal for tokenizers that encode equally.
@@ -58,6 +59,7 @@ class Tokenizer:
         self._plain = tokenizers.Tokenizer.from_str(self._json)
         self._plain.encode_special_tokens = True
         self.eos_id: int = eos_id  # pyright: ignore[reportAttributeAccessIssue]
+        self.eos_token: str = inner.id_to_token(self.eos_id)  # pyright: ignore[reportAttributeAccessIssue]
         self.pad_id: int | None = inner.token_to_id(PAD)
         self.vocab_size: int = 1 + max(inner.get_vocab(with_added_tokens=True).values())
         self.fingerprint: str = hashlib.sha256(self._json.encode()).hexdigest()

@@ -65,6 +65,9 @@ def parse(arguments: list[str]) -> Arguments:
                 args=flags,
                 prog=f"python -m train {name}",
                 description=f"Train or resume {name}. Every field of the configuration has a flag.",
+                config=(
+                    tyro.conf.AvoidSubcommands,
+                ),  # the kind of attention is the configuration file's choice
             )
     except SystemExit as error:
         # tyro frames every ValueError, those of our own validation among them.

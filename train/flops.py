@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from mlaflax.config import ModelConfig
+from mlaflax.config import AttentionConfig, GQAConfig, ModelConfig
 
 # Peak dense bfloat16 FLOP/s of one jax device, by the start of its `device_kind`; vendors' data sheets.
 _PEAKS = {
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 def count_parameters(config: ModelConfig) -> Counts:
     """Parameters of the model that `config` describes, without making it."""
     d, w = config.hidden_size, config.vocab_size
-    attention = _attention_matrices(config) + (config.attention.q_lora_rank + config.attention.kv_lora_rank)
+    attention = _attention_matrices(config) + _attention_vectors(config.attention)
     dense = config.num_dense_layers * (attention + 2 * d + 3 * d * config.mlp_size)
     moe = config.moe
     expert = 3 * d * moe.expert_size
@@ -68,8 +68,18 @@ def peak_flops() -> float | None:
     return known and known * jax.device_count()
 
 
+def _attention_vectors(a: AttentionConfig | GQAConfig) -> int:
+    """Weights of the norms and biases inside attention."""
+    if isinstance(a, GQAConfig):
+        biases = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0
+        return biases + (2 * a.head_dim if a.qk_norm else 0)
+    return a.q_lora_rank + a.kv_lora_rank
+
+
 def _attention_matrices(config: ModelConfig) -> int:
     d, a = config.hidden_size, config.attention
+    if isinstance(a, GQAConfig):
+        return 2 * d * (a.num_heads + a.num_kv_heads) * a.head_dim
     queries = a.num_heads * a.qk_head_dim
     query = d * a.q_lora_rank + a.q_lora_rank * queries if a.q_lora_rank else d * queries
     latent = d * (a.kv_lora_rank + a.qk_rope_head_dim)

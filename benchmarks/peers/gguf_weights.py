@@ -1,4 +1,4 @@
-"""Write GGUF files for llama.cpp: `deepseek2` from a DeepseekV3 folder, `llama` (GQA) with random weights.
+"""Write GGUF files for llama.cpp: `deepseek2` from a DeepseekV3 folder, `llama` from one or with random weights.
 
 MLA goes in with kv_b_proj split into k_b (transposed) and v_b, the form for which llama.cpp keeps only the
 latent in its cache and attends in the absorbed form. No vocabulary is written: the benchmark feeds token ids.
@@ -123,6 +123,42 @@ def write_mla(folder: str | pathlib.Path, path: str | pathlib.Path, dtype: str) 
                     weights[f"{ffn}experts.{e}.{matrix}_proj.weight"] for e in range(hf["n_routed_experts"])
                 ]
                 tensor(f"{block}ffn_{matrix}_exps.weight", np.stack(experts))
+    writer.close()
+    return path
+
+
+def write_llama(folder: str | pathlib.Path, path: str | pathlib.Path, dtype: str) -> pathlib.Path:
+    """Write the Llama folder `folder` as `path`, matrices in `dtype` (`f32` or `f16`)."""
+    folder, path = pathlib.Path(folder), pathlib.Path(path)
+    hf = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    h, kv = hf["num_attention_heads"], hf["num_key_value_heads"]
+    writer = _Writer(path, "llama", dtype)
+    out, tensor = writer.gguf, writer.tensor
+    _common(out, hf)
+    out.add_head_count_kv(kv)
+    out.add_rope_dimension_count(hf["head_dim"])
+    out.add_rope_freq_base(hf["rope_parameters"]["rope_theta"])
+    tensor("token_embd.weight", weights["model.embed_tokens.weight"])
+    tensor("output_norm.weight", weights["model.norm.weight"])
+    if not hf["tie_word_embeddings"]:
+        tensor("output.weight", weights["lm_head.weight"])
+
+    def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+        # llama.cpp rotates neighbouring dims, where Hugging Face's weights are made for the halves of a head.
+        return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+    for i in range(hf["num_hidden_layers"]):
+        layer, block = f"model.layers.{i}.", f"blk.{i}."
+        tensor(block + "attn_norm.weight", weights[layer + "input_layernorm.weight"])
+        tensor(block + "ffn_norm.weight", weights[layer + "post_attention_layernorm.weight"])
+        attn = layer + "self_attn."
+        tensor(block + "attn_q.weight", interleaved(weights[attn + "q_proj.weight"], h))
+        tensor(block + "attn_k.weight", interleaved(weights[attn + "k_proj.weight"], kv))
+        tensor(block + "attn_v.weight", weights[attn + "v_proj.weight"])
+        tensor(block + "attn_output.weight", weights[attn + "o_proj.weight"])
+        for matrix in ("gate", "up", "down"):
+            tensor(f"{block}ffn_{matrix}.weight", weights[f"{layer}mlp.{matrix}_proj.weight"])
     writer.close()
     return path
 

@@ -1,6 +1,8 @@
 """Decode worker of llama.cpp (through llama-cpp-python's C bindings), CPU.
 
-    python -m benchmarks.peers.llama_cpp_decode mla|gqa
+    python -m benchmarks.peers.llama_cpp_decode mla|gqa|llama
+
+`llama` is the model in the folder `weights`, the others are those of benchmarks/decode.py.
 
 `setup`'s `dtype` is WEIGHTS or WEIGHTS+CACHE, of f32 and f16 and, for the cache, q8_0 or q4_0, as in
 `f16+q8_0`. A trailing `/fa` turns flash attention on, which a quantised cache needs.
@@ -88,6 +90,8 @@ class Worker:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self.variant == "mla":
                 gguf_weights.write_mla(pathlib.Path(weights), path, kind)
+            elif self.variant == "llama":
+                gguf_weights.write_llama(pathlib.Path(weights), path, kind)
             else:
                 gguf_weights.write_gqa(shapes.GQA, path, kind)
         if self.model:

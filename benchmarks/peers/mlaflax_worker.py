@@ -19,7 +19,8 @@ from safetensors.numpy import load_file
 
 from benchmarks.peers.protocol import serve
 from mlaflax import runtime
-from mlaflax.convert.deepseek import load_params, model_config_from_hf, params_from_hf
+from mlaflax.convert import deepseek, llama
+from mlaflax.convert.layout import load_params
 from mlaflax.decode import Engine, EngineConfig
 from mlaflax.formats import Format
 from mlaflax.model import init_model
@@ -32,10 +33,12 @@ class Worker:
     def setup(self, threads: int, context: int, batch: int, dtype: str, room: int, weights: str):
         del threads  # the process is limited to them
         folder = pathlib.Path(weights)
-        config = model_config_from_hf(json.loads((folder / "config.json").read_text()))
+        described = json.loads((folder / "config.json").read_text())
+        family = llama if described["architectures"][0] in llama.ARCHITECTURES else deepseek
+        config = family.model_config_from_hf(described)
         config = dataclasses.replace(config, max_length=max(config.max_length, context + room))
         model = init_model(config)
-        load_params(model, params_from_hf(load_file(folder / "model.safetensors"), config))
+        load_params(model, family.params_from_hf(load_file(folder / "model.safetensors"), config))
         parameters = sum(x.size for x in model_leaves(model))
         engine_config = EngineConfig(dtype, max_sequences=batch, max_length=context + room)
         self.engine = Engine(model, config=engine_config)

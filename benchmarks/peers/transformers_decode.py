@@ -1,18 +1,29 @@
 """Decode worker of Hugging Face transformers on torch, CPU.
 
-    python -m benchmarks.peers.transformers_decode mla|absorbed|gqa
+    python -m benchmarks.peers.transformers_decode mla|absorbed|gqa|llama
 
 `mla` is DeepseekV3 as it comes: it caches the latent and expands all of it again at every step. `absorbed` is
 the same model and weights with its attention replaced by the absorbed form in eager torch: what torch can
-reach without a kernel of its own. `gqa` is a Llama of as many parameters.
+reach without a kernel of its own. `gqa` is a Llama of as many parameters, `llama` the one in the folder `weights`,
+which also scores texts and renders chat templates:
+
+    nll(weights, rows, threads) -> {"nll": sum over rows of the negative log-likelihoods of all tokens but the first}
+    render(template, messages) -> {"text": the chat, up to where an answer begins}
 """
 
 import functools
 import sys
 import time
 
+import jinja2
 import torch
-from transformers import DeepseekV3ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.utils import logging
 
@@ -55,6 +66,8 @@ class Worker:
         self.model = None  # the old one goes before the new one comes
         if self.variant == "gqa":
             self.model = LlamaForCausalLM(LlamaConfig(**shapes.GQA)).to(DTYPES[dtype])
+        elif self.variant == "llama":
+            self.model = AutoModelForCausalLM.from_pretrained(weights, dtype=DTYPES[dtype])
         else:
             self.model = DeepseekV3ForCausalLM.from_pretrained(weights, dtype=DTYPES[dtype])
         self.model.eval()
@@ -79,7 +92,7 @@ class Worker:
         config = self.model.config
         cache = DynamicCache(config=config)
         random = torch.Generator().manual_seed(1)
-        if self.variant == "gqa":
+        if self.variant in ("gqa", "llama"):
             kinds = [(config.num_key_value_heads, config.head_dim)] * 2
         else:
             kinds = [(1, config.kv_lora_rank), (1, config.qk_rope_head_dim)]
@@ -117,6 +130,23 @@ class Worker:
             self.token = logits[:, -1].argmax(-1, keepdim=True)
             seconds.append(time.perf_counter() - start)
         return {"seconds": seconds}
+
+    @torch.inference_mode()
+    def nll(self, weights: str, rows: list[list[int]], threads: int):
+        torch.set_num_threads(threads)
+        self._load("f32", weights)
+        total = 0.0
+        for row in rows:
+            tokens = torch.tensor([row])
+            logits = self.model(tokens, use_cache=False).logits[0, :-1].double()
+            total += torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+        return {"nll": total}
+
+    def render(self, template: str, messages: list[dict]):
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        return {
+            "text": environment.from_string(template).render(messages=messages, add_generation_prompt=True)
+        }
 
     def release(self):
         self.cache = None

@@ -20,8 +20,9 @@ from infer.evaluation.variants import Variant, far_from
 from mlaflax.config import ConfigError
 from mlaflax.formats import FORMATS, get_format
 from mlaflax.model import Transformer
-from mlaflax.model.mla import MLA, Tokens
+from mlaflax.model.mla import MLA
 from mlaflax.model.rope import rope_tables
+from mlaflax.model.tokens import Tokens
 from mlaflax.ops.attention import tiered_attention
 
 # Rows whose sums tell no more than these.
@@ -200,14 +201,13 @@ def _layers(model: Any) -> list[Any]:
 def _tokens(model: Transformer, length: int) -> Tokens:
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     attention = model.config.attention
-    tables = rope_tables(attention.rope, attention.qk_rope_head_dim, positions)
+    tables = rope_tables(attention.rope, attention.rope_dim, positions)
     return Tokens(positions, jnp.ones_like(positions), *tables)
 
 
 def _fits(name: str, model: Transformer) -> bool:
-    attention = model.config.attention
     try:
-        get_format(name).parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        get_format(name).parts(*model.config.attention.cache_dims)
     except ConfigError:
         return False
     return True

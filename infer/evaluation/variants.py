@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from infer.cli import nearest
 from mlaflax.cache import LatentCache
 from mlaflax.cache.latent import pool_format
+from mlaflax.cli import nearest
 from mlaflax.config import (
     SCALED_FORMATS,
     CacheFormat,
@@ -144,7 +144,7 @@ def _require_fit(variant: Variant, config: ModelConfig) -> None:
         attention = config.attention
         try:
             get_format(pool_format(fitted, variant.cache_format), variant.rope_format).parts(
-                attention.kv_lora_rank, attention.qk_rope_head_dim
+                *attention.cache_dims
             )
         except ConfigError as error:
             raise ConfigError(f"formats = {variant.name!r}: {error}") from None

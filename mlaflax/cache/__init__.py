@@ -1,4 +1,4 @@
-"""The latent cache: a flat pool of packed pages, block tables, 8-bit copies, and who owns which page."""
+"""The cache: a flat pool of packed pages, block tables, 8-bit copies, and who owns which page."""
 
 from mlaflax.cache.hot import HotTier, Pages
 from mlaflax.cache.latent import LatentCache

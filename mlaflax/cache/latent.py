@@ -1,4 +1,4 @@
-"""The latent cache as one pytree: packed pages of every layer in one flat pool, and the block tables."""
+"""The cache as one pytree: packed pages of every layer in one flat pool, and the block tables."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mlaflax.cache.hot import HotTier, empty_pages
-from mlaflax.config import CacheFormat, ModelConfig, require, require_choice
+from mlaflax.config import ModelConfig, require, require_cache_format
 from mlaflax.formats import CODEBOOK_SIZE, GAUSSIAN_CODEBOOK, Format, get_format
 
 PAGE_SIZE = 128
@@ -36,10 +36,15 @@ def pool_format(config: ModelConfig, format: str) -> str:
 class LatentCache:
     """Pages of `t` tokens over all layers.
 
+    With grouped-query attention each KV head of each layer has a share of the pool, as a layer has with latent
+    attention, and an entry is the head's value, in the place of a latent, and its rotated key, in the place of a
+    rope key; `per_head` shows them as sequences of one layer.
+
     Attributes:
       pool: the format's parts, `[layers * pages_per_layer, t, size]` or `[..., size, t]`; layer `l`
-        owns the pages from `l * pages_per_layer` on. Flat, because slicing one layer out of
-        `[layers, pages, ...]` inside a loop over layers copies that layer's pool.
+        owns the pages from `l * pages_per_layer` on, KV head `i` of `g` those from `(l * g + i) * pages_per_layer`
+        on. Flat, because slicing one layer out of `[layers, pages, ...]` inside a loop over layers copies that
+        layer's pool.
       block_table: int32 `[b, p]`, the page that holds positions `i * t` to `(i + 1) * t - 1` of each
         sequence, numbered within a layer; -1 where there is none yet.
       format_name: the number format, see `mlaflax.formats`.
@@ -81,7 +86,7 @@ class LatentCache:
           ConfigError: a size that is not positive, a format that does not fit the model, or a codebook
             that does not fit the format.
         """
-        require_choice("cache_format", format, CacheFormat)
+        require_cache_format(format, rope_format, config.attention)
         usual = default_page_size(config, format)
         page_size = usual if page_size is None else page_size
         if format == "mixed":
@@ -99,11 +104,14 @@ class LatentCache:
         hot = None
         if format == "mixed":
             hot = HotTier.create(
-                config.mixed, attention, num_layers=config.num_layers, num_sequences=num_sequences
+                config.mixed,
+                config.latent_attention,
+                num_layers=config.num_layers,
+                num_sequences=num_sequences,
             )
         format = pool_format(config, format)
         fmt = get_format(format, rope_format)
-        parts = fmt.parts(attention.kv_lora_rank, attention.qk_rope_head_dim)
+        parts = fmt.parts(*attention.cache_dims)
         if fmt.codebook:
             shape = (config.num_layers, CODEBOOK_SIZE)
             default = jnp.broadcast_to(GAUSSIAN_CODEBOOK, shape)
@@ -112,7 +120,7 @@ class LatentCache:
             require(codebook.shape == shape, "codebook", codebook.shape, f"must be of shape {shape}")
         else:
             require(codebook is None, "codebook", "an array", f"must be None: format {format} needs none")
-        pool = empty_pages(parts, config.num_layers * num_pages, page_size)
+        pool = empty_pages(parts, config.num_layers * attention.cache_heads * num_pages, page_size)
         return cls(pool, table, format, num_pages, rope_format, codebook, hot)
 
     @property
@@ -139,9 +147,19 @@ class LatentCache:
         return dataclasses.replace(self, block_table=one(self.block_table), hot=hot)
 
     def of_all(self, whole: Self) -> Self:
-        """This cache, got by `of_sequence` and then written to, with the rows of `whole` again."""
+        """This cache, got by `of_sequence` or `per_head` and then written to, with the rows of `whole` again."""
         hot = self.hot and whole.hot and dataclasses.replace(self.hot, slots=whole.hot.slots)
         return dataclasses.replace(self, block_table=whole.block_table, hot=hot)
+
+    def per_head(self, layer: Int[Array, ""] | int, heads: int) -> Self:
+        """The same pool as a cache of one layer, whose sequences are the `heads` KV heads of each sequence in turn.
+
+        What is appended to it as to its layer 0 reaches the pool of this one by `of_all`.
+        """
+        first = (layer * heads + jnp.arange(heads, dtype=jnp.int32)) * self.pages_per_layer
+        table = self.block_table[:, None]
+        table = jnp.where(table >= 0, table + first[:, None], -1)
+        return dataclasses.replace(self, block_table=table.reshape(-1, table.shape[-1]))
 
     def page_pos(self) -> Int[Array, "b p"]:
         """Position of each page's first token, -1 for an unused entry."""

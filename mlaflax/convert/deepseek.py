@@ -12,19 +12,28 @@ transformers differ, the numbers are those of transformers 5.24:
 * The norms of both latents use an epsilon of 1e-6, whatever `rms_norm_eps` says.
 """
 
-import math
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 
-from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig, RopeConfig, require
-from mlaflax.model.mla import Codebook
-
-Params = dict[str, Any]
+from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig, require
+from mlaflax.convert.layout import (
+    Keys,
+    Params,
+    Reader,
+    Rule,
+    check_shapes,
+    flatten,
+    linear,
+    load_params,
+    mlp_rules,
+    nest,
+    rope_from_hf,
+    rope_to_hf,
+    same,
+    top_rules,
+)
 
 ARCHITECTURES = {"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}
 
@@ -39,41 +48,6 @@ _INERT = frozenset([
     "transformers_version", "use_cache",
 ])
 # fmt: on
-_ROPE_INERT = frozenset({"type", "rope_type", "rope_theta"})
-
-
-class _Keys:
-    """Reads a dict key by key and knows what is left; None counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values = {k: v for k, v in values.items() if v is not None}
-        self.where = where
-        self.seen: set[str] = set()
-
-    def __call__(self, name: str, *default: Any) -> Any:
-        self.seen.add(name)
-        if name in self.values:
-            return self.values[name]
-        if default:
-            return default[0]
-        raise ConfigError(f"{self.where} lacks {name!r}")
-
-    def only(self, name: str, *allowed: Any) -> None:
-        """Refuse any value but those that the model here computes; the first is what absence means."""
-        value = self(name, allowed[0])
-        require(
-            value in allowed,
-            name,
-            value,
-            f"must be {' or '.join(map(repr, allowed))}: nothing else is supported",
-        )
-
-    def close(self, inert: frozenset[str]) -> None:
-        unknown = sorted(set(self.values) - self.seen - inert)
-        if unknown:
-            raise ConfigError(
-                f"{self.where} has unknown keys, which might change the numbers: {', '.join(unknown)}"
-            )
 
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -89,7 +63,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     kind = _kind(config)
     v3 = kind == "deepseek_v3"
-    key = _Keys(config, "config.json")
+    key = Keys(config, "config.json")
     key.only("hidden_act", "silu")
     key.only("attention_bias", False)
     key.only("mlp_bias", False)
@@ -112,7 +86,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             qk_nope_head_dim=key("qk_nope_head_dim"),
             qk_rope_head_dim=key("qk_rope_head_dim"),
             v_head_dim=key("v_head_dim"),
-            rope=_rope_from_hf(key, "interleaved" if interleaved else "half"),
+            rope=rope_from_hf(key, "interleaved" if interleaved else "half"),
         ),
         "moe": moe if moe.first_dense < num_layers else MoEConfig(),
         "norm_eps": key("rms_norm_eps"),
@@ -132,9 +106,9 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
     Raises:
       ConfigError: if neither family can express `config`.
     """
-    a, m, dense = config.attention, config.moe, not config.num_moe_layers
-    v2 = _is_v2(config)
-    _require_expressible(config)
+    a, m, dense = config.latent_attention, config.moe, not config.num_moe_layers
+    v2 = is_v2(config)
+    require_expressible(config)
     values: dict[str, Any] = {
         "architectures": ["DeepseekV2ForCausalLM" if v2 else "DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v2" if v2 else "deepseek_v3",
@@ -150,7 +124,7 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": a.qk_nope_head_dim,
         "qk_rope_head_dim": a.qk_rope_head_dim,
         "v_head_dim": a.v_head_dim,
-        "rope_parameters": _rope_to_hf(a.rope),
+        "rope_parameters": rope_to_hf(a.rope),
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
@@ -190,23 +164,23 @@ def params_from_hf(state_dict: Mapping[str, np.ndarray], config: ModelConfig) ->
     Raises:
       ConfigError: on a missing, unknown or misshapen tensor, or a number format that needs scales (FP8).
     """
-    reader = _Reader(state_dict)
+    reader = Reader(state_dict)
     flat: dict[str, np.ndarray] = {}
-    for rule in _top_rules(config):
+    for rule in top_rules(config):
         flat[rule.ours] = reader.read(rule, rule.theirs)
-    for stack, layers, rules in _stacks(config):
+    for stack, layers, rules in stacks(config):
         for rule in rules:
             flat[f"{stack}.{rule.ours}"] = np.stack([reader.read_layer(rule, i) for i in layers])
         kv_up = flat.pop(f"{stack}.attn.kv_up")
-        nope = config.attention.qk_nope_head_dim
+        nope = config.latent_attention.qk_nope_head_dim
         flat[f"{stack}.attn.k_up"] = np.ascontiguousarray(kv_up[:, :, :nope])
         flat[f"{stack}.attn.v_up"] = np.ascontiguousarray(kv_up[:, :, nope:])
-    if _is_v2(config):
+    if is_v2(config):
         flat["moe_layers.moe.bias"] = np.zeros((config.num_moe_layers, config.moe.num_experts), np.float32)
     if config.tie_embeddings:
         reader.drop_tied("lm_head.weight", flat["embed"])
     reader.close(config.num_layers)
-    return _nest(flat)
+    return nest(flat)
 
 
 def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -217,14 +191,13 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
     Raises:
       ConfigError: if neither family can express the model, or on a missing, unknown or misshapen parameter.
     """
-    _require_expressible(config)
-    flat = _check(_flatten(params), _shapes(config))
-    if _is_v2(config) and flat["moe_layers.moe.bias"].any():
-        raise ConfigError("moe_layers.moe.bias is not 0, and DeepSeek-V2 has no selection bias")
+    require_expressible(config)
+    flat = {k: np.asarray(v) for k, v in check_shapes(flatten(params), shapes(config)).items()}
+    require_no_bias_in_v2(flat, config)
     out = {}
-    for rule in _top_rules(config):
+    for rule in top_rules(config):
         out[rule.theirs] = rule.fold(flat[rule.ours])
-    for stack, layers, rules in _stacks(config):
+    for stack, layers, rules in stacks(config):
         k_up, v_up = flat[f"{stack}.attn.k_up"], flat[f"{stack}.attn.v_up"]
         flat[f"{stack}.attn.kv_up"] = np.concatenate([k_up, v_up], axis=2)
         for rule in rules:
@@ -232,37 +205,7 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
                 value = flat[f"{stack}.{rule.ours}"][row]
                 for name, part in zip(rule.names(layer), value if rule.experts else [value], strict=True):
                     out[name] = rule.fold(part)
-    if config.num_moe_layers and not config.moe.num_shared_experts:
-        # transformers has shared experts of width 0 where there are none, and misses them in the file.
-        d = config.hidden_size
-        for layer in range(config.num_dense_layers, config.num_layers):
-            for name, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0))):
-                key = f"model.layers.{layer}.mlp.shared_experts.{name}.weight"
-                out[key] = np.zeros(shape, np.float32)
-    return out
-
-
-def load_params(model: nnx.Module, params: Mapping[str, Any]) -> None:
-    """Replace every weight of `model`, a stacked `Transformer`, by `params`, in place.
-
-    Each array takes the dtype and the sharding of the one it replaces. The model may be abstract
-    (`nnx.eval_shape`): its weights then never existed before.
-
-    Args:
-      params: nested dict as `params_from_hf` returns it.
-
-    Raises:
-      ConfigError: on a missing, unknown or misshapen parameter; the model is then unchanged.
-    """
-    variables = {
-        ".".join(map(str, path)): variable
-        for path, variable in nnx.to_flat_state(nnx.state(model))
-        if not isinstance(variable, nnx.RngState | Codebook)  # what no such file holds
-    }
-    old = {name: variable.get_value() for name, variable in variables.items()}
-    values = _check(_flatten(params), {name: tuple(value.shape) for name, value in old.items()})
-    new = {k: jax.device_put(v.astype(old[k].dtype), old[k].sharding) for k, v in values.items()}
-    nnx.update(model, _nest(new))
+    return out | {name: np.zeros(shape, np.float32) for name, shape in empty_tensors(config).items()}
 
 
 # Configuration
@@ -280,80 +223,15 @@ def _kind(config: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _temperature(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0
-
-
-def _rope_from_hf(key: _Keys, convention: Any) -> RopeConfig:
-    old, new = key("rope_scaling", None), key("rope_parameters", None)
-    rope = _Keys(new or old or {}, "rope_parameters" if new else "rope_scaling")
-    theta = float(key("rope_theta", rope("rope_theta", 10_000.0)))
-    kind = rope("rope_type", rope("type", "default"))
-    rope.only("partial_rotary_factor", 1.0)
-    key.only("partial_rotary_factor", 1.0)
-    require(kind in ("default", "yarn"), "rope_type", kind, "must be 'default' or 'yarn'")
-    if kind == "default":
-        rope.close(_ROPE_INERT)
-        return RopeConfig(theta=theta, convention=convention)
-    rope.only("truncate", True)
-    factor = float(rope("factor"))
-    mscale, all_dim = rope("mscale", 0), float(rope("mscale_all_dim", 0))
-    table_factor = rope("attention_factor", None)
-    original = rope("original_max_position_embeddings", key("max_position_embeddings"))
-    fast, slow = rope("beta_fast", None) or 32.0, rope("beta_slow", None) or 1.0
-    rope.close(_ROPE_INERT)
-    require(factor >= 1, "rope factor", factor, "must be at least 1")
-    # Ours multiplies the tables by m(mscale) / m(mscale_all_dim). transformers does so only when both are
-    # set, and otherwise by attention_factor or m(1): the mscale that says the same is solved for.
-    if factor == 1 or (table_factor is None and mscale and all_dim):
-        mscale = float(mscale or 1.0)
-        same = table_factor is None or factor > 1 or table_factor == 1
-        require(same, "attention_factor", table_factor, "must be 1 where the rope factor is 1")
-    elif table_factor is None and not all_dim:
-        mscale = 1.0
-    else:
-        wanted = _temperature(factor, 1) if table_factor is None else table_factor
-        solved = (wanted * _temperature(factor, all_dim) - 1) / (0.1 * math.log(factor))
-        mscale = float(mscale) if math.isclose(solved, mscale, abs_tol=1e-9) else solved
-    return RopeConfig(
-        theta=theta,
-        convention=convention,
-        factor=factor,
-        original_length=original,
-        beta_fast=float(fast),
-        beta_slow=float(slow),
-        mscale=mscale,
-        mscale_all_dim=all_dim,
-    )
-
-
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    if rope.factor == 1:
-        return {"rope_type": "default", "rope_theta": rope.theta}
-    values: dict[str, Any] = {
-        "rope_type": "yarn",
-        "rope_theta": rope.theta,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_length,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
-    }
-    if not (rope.mscale and rope.mscale_all_dim):
-        # transformers derives the tables' factor from these two only where neither is 0.
-        tables, scores = (_temperature(rope.factor, x) for x in (rope.mscale, rope.mscale_all_dim))
-        values["attention_factor"] = tables / scores
-    return values
-
-
-def _require_expressible(config: ModelConfig) -> None:
-    a, m = config.attention, config.moe
+def require_expressible(config: ModelConfig) -> None:
+    """Raise `ConfigError` unless one of the two families computes what `config` describes."""
+    a, m = config.latent_attention, config.moe
+    require(a.rope.scaling == "yarn", "attention.rope.scaling", a.rope.scaling, "must be 'yarn'")
     require(a.latent_norm_eps == 1e-6, "attention.latent_norm_eps", a.latent_norm_eps, "must be 1e-6")
     if not config.num_moe_layers:
         return
     grouped = m.num_groups > 1
-    if _is_v2(config):
+    if is_v2(config):
         where = "with softmax scores (DeepSeek-V2)"
         half = a.rope.convention == "half"
         require(not half, "attention.rope.convention", "half", f"must be 'interleaved' {where}")
@@ -366,7 +244,7 @@ def _require_expressible(config: ModelConfig) -> None:
         require(top2_ok, "moe.group_score", m.group_score, "must be 'top2' with sigmoid scores (DeepSeek-V3)")
 
 
-def _moe_from_hf(key: _Keys, v3: bool) -> MoEConfig:
+def _moe_from_hf(key: Keys, v3: bool) -> MoEConfig:
     key("norm_topk_prob", None)
     experts = key("n_routed_experts", 0)
     groups, top_groups = key("n_group", 1), key("topk_group", 1)
@@ -393,7 +271,28 @@ def _moe_from_hf(key: _Keys, v3: bool) -> MoEConfig:
     return MoEConfig(**moe, group_score="max", score="softmax", normalize=False, bias_step=0.0)
 
 
-def _is_v2(config: ModelConfig) -> bool:
+def empty_tensors(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Tensors without elements that transformers misses in a file that lacks them.
+
+    It has shared experts of width 0 where there are none.
+    """
+    if not config.num_moe_layers or config.moe.num_shared_experts:
+        return {}
+    d = config.hidden_size
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{name}.weight": shape
+        for layer in range(config.num_dense_layers, config.num_layers)
+        for name, shape in (("gate_proj", (0, d)), ("up_proj", (0, d)), ("down_proj", (d, 0)))
+    }
+
+
+def require_no_bias_in_v2(flat: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuse what training may have given a model that the files have no place for."""
+    if is_v2(config) and np.asarray(flat["moe_layers.moe.bias"]).any():
+        raise ConfigError("moe_layers.moe.bias is not 0, and DeepSeek-V2 has no selection bias")
+
+
+def is_v2(config: ModelConfig) -> bool:
     """Whether the files are a DeepSeek-V2's, which have no selection bias."""
     return config.num_moe_layers > 0 and config.moe.score == "softmax"
 
@@ -401,197 +300,63 @@ def _is_v2(config: ModelConfig) -> bool:
 # Names and layouts
 
 
-class _Rule(NamedTuple):
-    """One parameter: its name and shape here, and its name and shape in the files.
-
-    `transposed` says that ours has its input axes first, where theirs has them last. `experts` above 0 makes
-    `theirs` a pattern with one tensor per expert, stacked in ours.
-    """
-
-    ours: str
-    theirs: str
-    shape: tuple[int, ...]
-    their_shape: tuple[int, ...]
-    transposed: bool = False
-    experts: int = 0
-
-    @property
-    def stacked_shape(self) -> tuple[int, ...]:
-        return (self.experts, *self.shape) if self.experts else self.shape
-
-    def names(self, layer: int) -> Iterator[str]:
-        """Their names of this parameter's tensors in one layer, expert by expert."""
-        for e in range(max(self.experts, 1)):
-            yield f"model.layers.{layer}.{self.theirs.format(e=e)}"
-
-    def unfold(self, theirs: np.ndarray) -> np.ndarray:
-        return (theirs.T if self.transposed else theirs).reshape(self.shape)
-
-    def fold(self, ours: np.ndarray) -> np.ndarray:
-        if self.transposed:
-            ours = ours.reshape(self.their_shape[::-1]).T
-        return np.ascontiguousarray(ours.reshape(self.their_shape), np.float32)
-
-
-def _same(ours: str, theirs: str, *shape: int) -> _Rule:
-    return _Rule(ours, theirs, shape, shape)
-
-
-def _linear(
-    ours: str, theirs: str, inputs: tuple[int, ...], outputs: tuple[int, ...], experts: int = 0
-) -> _Rule:
-    their_shape = (math.prod(outputs), math.prod(inputs))
-    return _Rule(ours, theirs, (*inputs, *outputs), their_shape, True, experts)
-
-
-def _top_rules(config: ModelConfig) -> list[_Rule]:
-    w, d = config.vocab_size, config.hidden_size
-    rules = [
-        _same("embed", "model.embed_tokens.weight", w, d),
-        _same("final_norm.scale", "model.norm.weight", d),
-    ]
-    return rules if config.tie_embeddings else [*rules, _linear("head", "lm_head.weight", (d,), (w,))]
-
-
-def _stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[_Rule]]]:
+def stacks(config: ModelConfig) -> Iterator[tuple[str, range, list[Rule]]]:
     """Name, layer numbers and rules of each stack of layers that exists."""
-    a, m, d = config.attention, config.moe, config.hidden_size
+    a, m, d = config.latent_attention, config.moe, config.hidden_size
     dense, depth = config.num_dense_layers, config.num_layers
     h, c, r = a.num_heads, a.kv_lora_rank, a.qk_rope_head_dim
     query, nope_v = (h, a.qk_head_dim), a.qk_nope_head_dim + a.v_head_dim
     if a.q_lora_rank:
         q_rules = [
-            _linear("attn.q_down", "self_attn.q_a_proj.weight", (d,), (a.q_lora_rank,)),
-            _same("attn.q_norm.scale", "self_attn.q_a_layernorm.weight", a.q_lora_rank),
-            _linear("attn.q_up", "self_attn.q_b_proj.weight", (a.q_lora_rank,), query),
+            linear("attn.q_down", "self_attn.q_a_proj.weight", (d,), (a.q_lora_rank,)),
+            same("attn.q_norm.scale", "self_attn.q_a_layernorm.weight", a.q_lora_rank),
+            linear("attn.q_up", "self_attn.q_b_proj.weight", (a.q_lora_rank,), query),
         ]
     else:
-        q_rules = [_linear("attn.q", "self_attn.q_proj.weight", (d,), query)]
+        q_rules = [linear("attn.q", "self_attn.q_proj.weight", (d,), query)]
     attention = [
-        _same("attn_norm.scale", "input_layernorm.weight", d),
-        _same("mlp_norm.scale", "post_attention_layernorm.weight", d),
+        same("attn_norm.scale", "input_layernorm.weight", d),
+        same("mlp_norm.scale", "post_attention_layernorm.weight", d),
         *q_rules,
-        _linear("attn.kv_down", "self_attn.kv_a_proj_with_mqa.weight", (d,), (c + r,)),
-        _same("attn.kv_norm.scale", "self_attn.kv_a_layernorm.weight", c),
+        linear("attn.kv_down", "self_attn.kv_a_proj_with_mqa.weight", (d,), (c + r,)),
+        same("attn.kv_norm.scale", "self_attn.kv_a_layernorm.weight", c),
         # One matrix there, [nope | v] in each head; split into k_up and v_up here.
-        _Rule("attn.kv_up", "self_attn.kv_b_proj.weight", (h, nope_v, c), (h * nope_v, c)),
-        _linear("attn.out", "self_attn.o_proj.weight", (h, a.v_head_dim), (d,)),
+        Rule("attn.kv_up", "self_attn.kv_b_proj.weight", (h, nope_v, c), (h * nope_v, c)),
+        linear("attn.out", "self_attn.o_proj.weight", (h, a.v_head_dim), (d,)),
     ]
 
-    def mlp(ours: str, theirs: str, width: int, experts: int = 0) -> list[_Rule]:
-        return [
-            _linear(f"{ours}.gate", f"{theirs}.gate_proj.weight", (d,), (width,), experts),
-            _linear(f"{ours}.up", f"{theirs}.up_proj.weight", (d,), (width,), experts),
-            _linear(f"{ours}.down", f"{theirs}.down_proj.weight", (width,), (d,), experts),
-        ]
-
     if dense:
-        yield "dense_layers", range(dense), attention + mlp("mlp", "mlp", config.mlp_size)
+        yield "dense_layers", range(dense), attention + mlp_rules("mlp", "mlp", d, config.mlp_size)
     if dense < depth:
         e = m.num_experts
-        moe = [_linear("moe.router", "mlp.gate.weight", (d,), (e,))]
-        if not _is_v2(config):
-            moe.append(_same("moe.bias", "mlp.gate.e_score_correction_bias", e))
-        moe += mlp("moe", "mlp.experts.{e}", m.expert_size, e)
+        moe = [linear("moe.router", "mlp.gate.weight", (d,), (e,))]
+        if not is_v2(config):
+            moe.append(same("moe.bias", "mlp.gate.e_score_correction_bias", e))
+        moe += mlp_rules("moe", "mlp.experts.{e}", d, m.expert_size, e)
         if m.num_shared_experts:
-            moe += mlp("moe.shared", "mlp.shared_experts", m.num_shared_experts * m.expert_size)
+            moe += mlp_rules("moe.shared", "mlp.shared_experts", d, m.num_shared_experts * m.expert_size)
         yield "moe_layers", range(dense, depth), attention + moe
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our flat names and shapes."""
-    shapes = {rule.ours: rule.stacked_shape for rule in _top_rules(config)}
-    for stack, layers, rules in _stacks(config):
-        shapes |= {f"{stack}.{rule.ours}": (len(layers), *rule.stacked_shape) for rule in rules}
-        count, heads, nope_v, latent = shapes.pop(f"{stack}.attn.kv_up")
-        nope = config.attention.qk_nope_head_dim
-        shapes[f"{stack}.attn.k_up"] = (count, heads, nope, latent)
-        shapes[f"{stack}.attn.v_up"] = (count, heads, nope_v - nope, latent)
+    found = {rule.ours: rule.stacked_shape for rule in top_rules(config)}
+    for stack, layers, rules in stacks(config):
+        found |= {f"{stack}.{rule.ours}": (len(layers), *rule.stacked_shape) for rule in rules}
+        count, heads, nope_v, latent = found.pop(f"{stack}.attn.kv_up")
+        nope = config.latent_attention.qk_nope_head_dim
+        found[f"{stack}.attn.k_up"] = (count, heads, nope, latent)
+        found[f"{stack}.attn.v_up"] = (count, heads, nope_v - nope, latent)
     if config.num_moe_layers:
-        shapes["moe_layers.moe.bias"] = (config.num_moe_layers, config.moe.num_experts)
-    return shapes
+        found["moe_layers.moe.bias"] = (config.num_moe_layers, config.moe.num_experts)
+    return found
 
 
-class _Reader:
-    """Takes tensors out of a state dict as float32 and knows what is left."""
-
-    def __init__(self, state_dict: Mapping[str, np.ndarray]):
-        self.tensors = state_dict
-        self.left = set(state_dict)
-
-    def read(self, rule: _Rule, name: str) -> np.ndarray:
-        if name not in self.tensors:
-            raise ConfigError(f"the weights lack {name}, shape {rule.their_shape}")
-        return rule.unfold(self._take(name, rule.their_shape))
-
-    def read_layer(self, rule: _Rule, layer: int) -> np.ndarray:
-        parts = [self.read(rule, name) for name in rule.names(layer)]
-        return np.stack(parts) if rule.experts else parts[0]
-
-    def drop_tied(self, name: str, embed: np.ndarray) -> None:
-        """Some files repeat a tied head; one that differs would be lost silently."""
-        if name in self.left and not np.array_equal(self._take(name, embed.shape), embed):
-            raise ConfigError(f"{name} differs from the embedding, but tie_word_embeddings is true")
-
-    def close(self, num_layers: int) -> None:
-        layer_of = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.left}
-        # eh_proj tells a prediction module from a layer that the configuration forgot.
-        predictors = {int(m[1]) for n, m in layer_of.items() if m and n.endswith(".eh_proj.weight")}
-        unknown = sorted(
-            name
-            for name, m in layer_of.items()
-            if not (m and int(m[1]) >= num_layers and int(m[1]) in predictors)
-            and not name.endswith(".rotary_emb.inv_freq")
-            and np.size(self.tensors[name])
-        )
-        if unknown:
-            raise ConfigError(
-                _names("the weights hold tensors that the configuration does not know", unknown)
-            )
-
-    def _take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        value = np.asarray(self.tensors[name])
-        self.left.discard(name)
-        if str(value.dtype) not in ("float32", "float64", "bfloat16", "float16"):
-            raise ConfigError(f"{name} is {value.dtype}: must be float32, float64, bfloat16 or float16")
-        if value.shape != shape:
-            raise ConfigError(f"{name} has shape {value.shape}: the configuration says {shape}")
-        return value.astype(np.float32)
-
-
-def _names(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{what}: {', '.join(names[:3])}{more}"
-
-
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    flat = {}
-    for name, value in params.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = np.asarray(value)
-    return flat
-
-
-def _nest(flat: Mapping[str, Any]) -> Params:
-    nested: Params = {}
-    for name, value in flat.items():
-        *path, leaf = name.split(".")
-        node = nested
-        for part in path:
-            node = node.setdefault(part, {})
-        node[leaf] = value
-    return nested
-
-
-def _check(flat: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """`flat`, if its names and shapes are exactly `shapes`."""
-    if missing := sorted(set(shapes) - set(flat)):
-        raise ConfigError(_names("parameters are missing", missing))
-    if extra := sorted(set(flat) - set(shapes)):
-        raise ConfigError(_names("parameters are unknown to the model", extra))
-    for name, value in flat.items():
-        if value.shape != shapes[name]:
-            raise ConfigError(f"parameter {name} has shape {value.shape}: the model's is {shapes[name]}")
-    return flat
+__all__ = [
+    "ARCHITECTURES",
+    "load_params",
+    "model_config_from_hf",
+    "model_config_to_hf",
+    "params_from_hf",
+    "params_to_hf",
+]

@@ -1,41 +1,22 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): naive form without a cache, absorbed form with one."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mlaflax.cache import HotTier, LatentCache, Pages
 from mlaflax.config import ModelConfig
 from mlaflax.formats import GAUSSIAN_CODEBOOK, Format, get_format
 from mlaflax.model.layers import RMSNorm, normal, rms_normalize
 from mlaflax.model.rope import apply_rope, softmax_scale
+from mlaflax.model.tokens import Tokens
 from mlaflax.ops.attention import attention, tiered_attention
 from mlaflax.ops.mla_decode import merge_lse, mla_decode
 from mlaflax.ops.mla_prefill import is_cheaper, mla_prefill
 from mlaflax.sharding import param
-
-
-class Tokens(NamedTuple):
-    """What every layer needs to know about the tokens at hand; computed once per call of the model.
-
-    Attributes:
-      positions: int32, restarting in each document.
-      segment_ids: int32, 0 for padding.
-      cos, sin: rope tables at those positions, float32.
-    """
-
-    positions: Int[Array, "b q"]
-    segment_ids: Int[Array, "b q"]
-    cos: Float[Array, "b q r/2"]
-    sin: Float[Array, "b q r/2"]
-
-    @property
-    def valid(self) -> Bool[Array, "b q"]:
-        return self.segment_ids > 0
 
 
 class Codebook(nnx.Variable):
@@ -55,7 +36,7 @@ class MLA(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        a, d, std = config.attention, config.hidden_size, config.init_std
+        a, d, std = config.latent_attention, config.hidden_size, config.init_std
         h, c, l = a.num_heads, a.kv_lora_rank, a.q_lora_rank
         if l:
             self.q_down = param(normal(rngs, (d, l), std), "embed", "q_lora")

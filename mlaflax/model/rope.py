@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) with YaRN (arXiv:2309.00071) in the DeepSeek form."""
+"""Rotary position embedding (arXiv:2104.09864), scaled by YaRN (arXiv:2309.00071, DeepSeek's form) or as Llama 3.1."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mlaflax.config import AttentionConfig, RopeConfig
+from mlaflax.config import AttentionConfig, GQAConfig, RopeConfig
 
 
 def mscale(factor: float, weight: float) -> float:
@@ -14,9 +14,10 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def softmax_scale(config: AttentionConfig) -> float:
-    """1 / sqrt(n + r), times YaRN's temperature of all dims twice: once for the query, once for the key."""
-    m = mscale(config.rope.factor, config.rope.mscale_all_dim) if config.rope.mscale_all_dim else 1.0
+def softmax_scale(config: AttentionConfig | GQAConfig) -> float:
+    """1 / sqrt(dims of a head's query), times YaRN's temperature of all dims for the query and again for the key."""
+    rope = config.rope
+    m = mscale(rope.factor, rope.mscale_all_dim) if rope.mscale_all_dim and rope.scaling == "yarn" else 1.0
     return config.qk_head_dim**-0.5 * m * m
 
 
@@ -24,11 +25,17 @@ def inverse_frequencies(config: RopeConfig, rope_dim: int) -> Float[np.ndarray, 
     """Radians per position of each rotated pair, float32.
 
     YaRN keeps the pairs that turn more than `beta_fast` times within `original_length`, slows those
-    that turn less than `beta_slow` times by `factor`, and blends linearly between.
+    that turn less than `beta_slow` times by `factor`, and blends linearly between. `llama3` does the same, but
+    blends by turns rather than by pairs.
     """
     plain = config.theta ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
     if config.factor <= 1:
         return plain.astype(np.float32)
+
+    if config.scaling == "llama3":
+        turns = config.original_length * plain / (2 * math.pi)
+        keep = np.clip((turns - config.beta_slow) / (config.beta_fast - config.beta_slow), 0, 1)
+        return (plain * keep + plain / config.factor * (1 - keep)).astype(np.float32)
 
     def pair_of(turns: float) -> float:
         """The (fractional) pair that turns `turns` times within the original length."""
@@ -47,6 +54,8 @@ def rope_tables(
 ) -> tuple[Float[Array, "b q r/2"], Float[Array, "b q r/2"]]:
     """Cosine and sine per position and pair, float32."""
     angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(config, rope_dim)
+    if config.scaling == "llama3":
+        return jnp.cos(angles), jnp.sin(angles)
     m = mscale(config.factor, config.mscale)
     if config.mscale_all_dim:
         m /= mscale(config.factor, config.mscale_all_dim)

@@ -12,13 +12,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mlaflax.cache import LatentCache
-from mlaflax.config import ModelConfig, Remat, require
+from mlaflax.config import GQAConfig, ModelConfig, Remat, require
 from mlaflax.formats import CODEBOOK_SIZE
+from mlaflax.model.gqa import GQA
 from mlaflax.model.layers import RMSNorm, SwiGLU, normal
-from mlaflax.model.mla import MLA, Codebook, Tokens
+from mlaflax.model.mla import MLA, Codebook
 from mlaflax.model.moe import MoE, MoEStats
 from mlaflax.model.rope import rope_tables
 from mlaflax.model.rotation import rotate_latents
+from mlaflax.model.tokens import Tokens
 from mlaflax.sharding import param, state_shardings
 
 
@@ -42,7 +44,10 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, *, moe: bool, rngs: nnx.Rngs):
         dtype, std = jnp.dtype(config.dtype), config.init_std
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = MLA(config, rngs=rngs)
+        if isinstance(config.attention, GQAConfig):
+            self.attn = GQA(config, config.attention, rngs=rngs)
+        else:
+            self.attn = MLA(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         if moe:
             self.moe = MoE(config.hidden_size, config.moe, dtype=dtype, init_std=std, rngs=rngs)
@@ -124,7 +129,7 @@ class Transformer(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones((b, q), jnp.int32)
         attention = self.config.attention
-        cos, sin = rope_tables(attention.rope, attention.qk_rope_head_dim, positions)
+        cos, sin = rope_tables(attention.rope, attention.rope_dim, positions)
         info = Tokens(positions, segment_ids, cos, sin)
 
         dtype = jnp.dtype(self.config.dtype)
@@ -197,6 +202,7 @@ class Transformer(nnx.Module):
 
     def with_codebooks(self, levels: Float[Array, "layers 16"]) -> "Transformer":
         """The same weights with these codebooks, dense layers first, for the format `nuq4`."""
+        assert self.config.latent_attention  # else it says what is wrong
         model = nnx.merge(*nnx.split(self))
         levels = jnp.asarray(levels, jnp.float32)
         require(
@@ -217,7 +223,7 @@ class Transformer(nnx.Module):
     def rotated(self) -> "Transformer":
         """The same function, whose latents are stored rotated; see `mlaflax.model.rotation`."""
         graph, params, rest = nnx.split(self, nnx.Param, ...)
-        turned = rotate_latents(nnx.to_pure_dict(params), self.config.attention.kv_lora_rank)
+        turned = rotate_latents(nnx.to_pure_dict(params), self.config.latent_attention.kv_lora_rank)
         nnx.replace_by_pure_dict(params, turned)
         return nnx.merge(graph, params, rest)
 
@@ -228,12 +234,14 @@ class Transformer(nnx.Module):
           cache: `cache_format`, `rope_format` and `mixed` as in `ModelConfig`; those left out stay.
 
         Raises:
-          ConfigError: a format that the model's latents do not fit.
+          ConfigError: a format that the model's cache entries do not fit.
         """
         model = nnx.merge(*nnx.split(self))
         model.config = dataclasses.replace(self.config, **cache)
         for _, module in nnx.iter_modules(model):
-            if isinstance(module, MLA):
+            if isinstance(module, GQA):
+                module.cache_format = model.config.cache_format
+            elif isinstance(module, MLA):
                 module.cache_format, module.rope_format, module.mixed = (
                     getattr(model.config, name) for name in ("cache_format", "rope_format", "mixed")
                 )

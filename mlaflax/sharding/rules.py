@@ -26,6 +26,7 @@ RULES: Rules = {
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
+    "kv_heads": "tensor",
     "head_dim": None,
     "q_lora": None,
     "kv_lora": None,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mlaflax.config import AttentionConfig, ConfigError, ModelConfig, MoEConfig
+from mlaflax.config import AttentionConfig, ConfigError, GQAConfig, ModelConfig, MoEConfig
 from mlaflax.decode import Engine, EngineConfig, SamplingParams, cut
 from mlaflax.model import init_model
 
@@ -23,6 +23,7 @@ CONFIG = ModelConfig(
     attention=AttentionConfig(4, 0, 32, 16, 8, 16),
     moe=MoEConfig(8, 1, 2, 24, first_dense=1),
 )
+GROUPED = dataclasses.replace(CONFIG, attention=GQAConfig(4, 2, 16, qkv_bias=True))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
 
 
@@ -64,6 +65,24 @@ def prompts(*lengths, seed=0):
 
 
 def test_greedy_tokens_and_logprobs_equal_a_full_forward_pass(model, engine):
+    check_greedy(model, engine)
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    return init_model(GROUPED, seed=3)
+
+
+def test_keys_and_values_serve_as_latents_do(grouped):
+    config = EngineConfig("f32", max_sequences=3, cache_tokens=900, prefill_chunks=(8, 64))
+    check_greedy(grouped, Engine(grouped, config=config))
+    with pytest.raises(
+        ConfigError, match="cache_format = 'fp8': must be 'f32' or 'bf16' for keys and values"
+    ):
+        Engine(grouped, config=EngineConfig("fp8"))
+
+
+def check_greedy(model, engine):
     @jax.jit
     def forward(padded):
         return jax.nn.log_softmax(model.logits(model(padded).hidden)[0])
@@ -114,6 +133,15 @@ def test_nothing_compiles_after_warm_up(engine):
     "format", ["f32", "fp8", "mixed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bf16", "fp4"))]
 )
 def test_the_decode_step_updates_the_pool_in_place_and_copies_none_of_it(model, format):
+    check_in_place(model, format)
+
+
+@pytest.mark.parametrize("format", ["f32", "bf16"])
+def test_the_decode_step_updates_keys_and_values_in_place(grouped, format):
+    check_in_place(grouped, format)
+
+
+def check_in_place(model, format):
     engine = Engine(model, config=EngineConfig(format, max_sequences=2))
     compiled = engine.compile_decode()
 

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from tests.convert.folders import golden_folder
+from tests.convert.test_gguf import byte_level, write
+from tests.convert.test_llama import small
 from tests.train.tiny import ROOT
 from train.cli import known_configs, parse
 
@@ -45,6 +48,19 @@ def test_infer_commands_run(arguments, checkpoint, environment):
     if "--context" in arguments:  # the tiny model's limit is shorter
         arguments[arguments.index("--context") + 1] = "4096"
     assert run(["-m", "infer", *arguments], environment).strip()
+
+
+def test_convert_commands_run(tmp_path, environment):
+    """In the order in which they stand, on a tiny model in the place of the published one."""
+    first, second, third = commands("mlaflax.convert")
+    golden_folder(tmp_path / first[1], "v2_lite", tokenizer=True)
+    config, weights = small("smollm2", vocab=300)
+    write(tmp_path / third[1], config, weights, "llama", tokenizer=byte_level())
+    for arguments in (first, second, third):
+        place = [arguments[0], *(str(tmp_path / a) for a in arguments[1:])]
+        assert "parameters" in run(["-m", "mlaflax.convert", *place], environment)
+    generated = ["--checkpoint", str(tmp_path / first[2]), "--prompt", "the cat", "--max-tokens", "4"]
+    assert run(["-m", "infer", "generate", *generated], environment)
 
 
 @pytest.mark.parametrize("arguments", commands("train"), ids=" ".join)

@@ -1,7 +1,8 @@
 """The model in plain NumPy float64: slow, naive, and short enough to check against the papers by eye.
 
-MLA is DeepSeek-V2 (arXiv:2405.04434) section 2.1, YaRN arXiv:2309.00071 in the DeepSeek form, the mixture
-of experts arXiv:2412.19437 section 2.1.2. It reads the parameters of docs/design.md and shares no code with
+MLA is DeepSeek-V2 (arXiv:2405.04434) section 2.1, grouped-query attention arXiv:2305.13245, YaRN
+arXiv:2309.00071 in the DeepSeek form, the mixture of experts arXiv:2412.19437 section 2.1.2. It reads the
+parameters of docs/design.md and shares no code with
 the library but the configuration.
 """
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflax.config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig
+from mlaflax.config import AttentionConfig, GQAConfig, ModelConfig, MoEConfig, RopeConfig
 
 
 @dataclasses.dataclass
@@ -53,7 +54,11 @@ def forward(
         stack = params["dense_layers" if dense else "moe_layers"]
         p = _at(stack, layer if dense else layer - config.num_dense_layers)
         y = rms_norm(x, p["attn_norm"]["scale"], config.norm_eps)
-        x = x + attend(p["attn"], config.attention, y, positions, visible, trace)
+        a = config.attention
+        if isinstance(a, GQAConfig):
+            x = x + attend_grouped(p["attn"], a, config.norm_eps, y, positions, visible, trace)
+        else:
+            x = x + attend(p["attn"], a, y, positions, visible, trace)
         y = rms_norm(x, p["mlp_norm"]["scale"], config.norm_eps)
         x = x + (swiglu(p["mlp"], y) if dense else mixture(p["moe"], config.moe, y, segment_ids > 0, trace))
     x = rms_norm(x, params["final_norm"]["scale"], config.norm_eps)
@@ -84,7 +89,14 @@ def rotate(x, positions, rope: RopeConfig):
     r = x.shape[-1]
     pair = np.arange(r // 2)
     frequency = rope.theta ** (-2 * pair / r)
-    if rope.factor > 1:
+    if rope.factor > 1 and rope.scaling == "llama3":
+        # Pairs that turn often are kept, those that turn seldom slowed, as the released code of Llama 3.1 does it.
+        length = 2 * math.pi / frequency
+        smooth = (rope.original_length / length - rope.beta_slow) / (rope.beta_fast - rope.beta_slow)
+        between = (1 - smooth) * frequency / rope.factor + smooth * frequency
+        slowed = np.where(length > rope.original_length / rope.beta_slow, frequency / rope.factor, between)
+        frequency = np.where(length < rope.original_length / rope.beta_fast, frequency, slowed)
+    elif rope.factor > 1:
         # The pair that turns `turns` times within the original length.
         low, high = (
             r * math.log(rope.original_length / (2 * math.pi * turns)) / (2 * math.log(rope.theta))
@@ -94,6 +106,7 @@ def rotate(x, positions, rope: RopeConfig):
         slow = np.clip((pair - low) / (high - low or 1e-3), 0, 1)
         frequency = frequency * (1 - slow) + frequency / rope.factor * slow
     m = temperature(rope.factor, rope.mscale) / temperature(rope.factor, rope.mscale_all_dim)
+    m = 1.0 if rope.scaling == "llama3" else m
     turn = m * np.exp(1j * positions[..., None] * frequency)
     turn = turn.reshape(*turn.shape[:2], *[1] * (x.ndim - 3), r // 2)
     if rope.convention == "interleaved":
@@ -117,12 +130,30 @@ def attend(p, a: AttentionConfig, x, positions, visible, trace: Trace):
     k = np.einsum("bkc,hnc->bkhn", latent, p["k_up"])
     v = np.einsum("bkc,hvc->bkhv", latent, p["v_up"])
     scores = np.einsum("bqhn,bkhn->bhqk", q[..., :n], k) + np.einsum("bqhr,bkr->bhqk", q_rope, k_rope)
-    scores = np.where(visible[:, None], scores * softmax_scale(a), -np.inf)
-    top = np.where(visible.any(-1), 0, 1)[:, None, :, None] + scores.max(-1, keepdims=True, initial=-1e9)
-    probs = np.exp(scores - top)
-    probs = probs / np.maximum(probs.sum(-1, keepdims=True), 1e-300)
+    probs = softmax(scores * softmax_scale(a), visible)
     trace.attention.append(probs)
     return np.einsum("bhqk,bkhv,hvd->bqd", probs, v, p["out"], optimize=True)
+
+
+def attend_grouped(p, a: GQAConfig, eps: float, x, positions, visible, trace: Trace):
+    """Grouped-query attention (arXiv:2305.13245): query head i reads KV head i // (heads per KV head)."""
+    q, k, v = (np.einsum("bqd,dhn->bqhn", x, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv")
+    if a.qk_norm:
+        q, k = rms_norm(q, p["q_norm"]["scale"], eps), rms_norm(k, p["k_norm"]["scale"], eps)
+    q, k = rotate(q, positions, a.rope), rotate(k, positions, a.rope)
+    k, v = (np.repeat(y, a.num_heads // a.num_kv_heads, axis=2) for y in (k, v))
+    scores = np.einsum("bqhn,bkhn->bhqk", q, k) / math.sqrt(a.head_dim)
+    probs = softmax(scores, visible)
+    trace.attention.append(probs)
+    return np.einsum("bhqk,bkhn,hnd->bqd", probs, v, p["out"], optimize=True)
+
+
+def softmax(scores, visible):
+    """Over the last axis of `[b, h, q, k]`; what sees nothing gets zeros."""
+    scores = np.where(visible[:, None], scores, -np.inf)
+    top = np.where(visible.any(-1), 0, 1)[:, None, :, None] + scores.max(-1, keepdims=True, initial=-1e9)
+    probs = np.exp(scores - top)
+    return probs / np.maximum(probs.sum(-1, keepdims=True), 1e-300)
 
 
 def select(m: MoEConfig, scores, bias, trace: Trace):

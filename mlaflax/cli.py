@@ -20,6 +20,10 @@ T = TypeVar("T")
 _PLAIN_INTERVAL = 10.0  # seconds between lines where no live line is possible
 
 
+class CannotDo(RuntimeError):
+    """What was asked for is right, but cannot be done; the message says why. Exit status 1."""
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """A clause that names the closest of `known`, or all of them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
