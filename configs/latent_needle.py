@@ -2,8 +2,9 @@
 
     python -m train latent_needle
 
-Expect: answers to get likelier through all 900 steps; how many facts are found at which length,
-`python -m infer evaluate --checkpoint runs/latent_needle --suites needle` tells.
+Expect: twenty minutes on two cores, held-out perplexity 14.9. Whether the step from copying the last line to finding
+the right one is made depends on what came before: from these configurations it was not (0 of 200 facts found at 2 to 16
+thousand tokens), from an earlier series of ten it was (docs/design.md).
 """
 
 import dataclasses

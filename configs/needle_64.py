@@ -1,4 +1,4 @@
-"""The first of four steps from demo_hour to a model that finds facts again in long text: to say a line once more.
+"""The first of four steps from demo_hour towards a model that finds facts again in long text: to say a line once more.
 
     python -m train demo_hour
     python -m train needle_64
@@ -6,11 +6,11 @@
     python -m train needle_512
     python -m train latent_needle
 
-Rows of 64 tokens hold one fact and five questions for it. Copying the last line is enough for an answer, and this is
-learned within some hundred steps. With more facts or text in a row it is not: after 250 steps over two facts in 128
-tokens the answers were still as likely as any other word.
+Rows of 64 tokens hold one fact and five questions for it. Copying the last line is enough for most answers, and this
+is learned within some hundred steps.
 
-Expect: two minutes on two cores; nine in ten words of an answer are right.
+Expect: a minute and a half on two cores; the loss falls from 5 to 2. `latent_qat` and `latent_control` begin after the
+third step.
 """
 
 import dataclasses
