@@ -43,7 +43,11 @@ def write_folder(
         write_tensors(directory / file, part)
         weight_map |= dict.fromkeys(part, file)
     if files > 1:
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        index = {
+            "metadata": {"total_size": sum(x.nbytes for x in weights.values())},
+            "weight_map": weight_map,
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     if tokenizer:
         write_tokenizer(directory)
     return directory
