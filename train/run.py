@@ -181,7 +181,11 @@ def _check_same_run(config: TrainConfig, directory: pathlib.Path, terminal: Term
         training = to_dict(from_dict(TrainConfig, saved["training"])) if saved["training"] else {}
     except (ConfigError, TypeError):
         model, training = saved["model"], saved["training"] or {}
-    changed = differences(model, to_dict(config.model), "model.")
+    now = to_dict(config.model)
+    if "mixed" not in (model.get("cache_format"), config.model.cache_format):
+        model.pop("mixed", None)  # read by nothing; its defaults may have changed with a new version
+        now.pop("mixed")
+    changed = differences(model, now, "model.")
     told = []
     for line in differences(training, to_dict(config)):
         group, _, name = line.partition(":")[0].partition(".")

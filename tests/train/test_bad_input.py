@@ -186,6 +186,19 @@ def test_checkpoint_of_another_configuration(capsys, finished_run, tmp_path):
     assert "optimizer.learning_rate: 0.01 saved, 0.5 now" in capsys.readouterr().err
 
 
+def test_other_defaults_of_what_is_not_used_are_no_other_configuration(capsys, finished_run, tmp_path):
+    """A run without a mixed cache, begun by a version whose mixed cache had other defaults."""
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "run" / "config.json"
+    description = json.loads(file.read_text())
+    for model in (description["model"], description["training"]["model"]):
+        assert model["cache_format"] != "mixed"
+        model["mixed"] |= {"cold": "fp4", "salient": 60}
+    file.write_text(json.dumps(description))
+    assert main([config_file(finished_run), "--checkpoint.directory", str(tmp_path / "run")]) == 0
+    assert "mixed" not in capsys.readouterr().err
+
+
 def test_half_written_and_damaged_checkpoints(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
     steps = tmp_path / "run" / "steps"
