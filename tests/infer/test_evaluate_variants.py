@@ -88,9 +88,9 @@ def test_bytes_are_those_of_the_arrays():
         parse_variant("fp8", CONFIG).bytes_per_token(CONFIG, context)
         == layers * (32 + 4 + 16) + 2 * 4 / context
     )
-    # Cold pages, a ring of two pages and one of kept tokens; the kept ones' indices, and masses.
-    cold, hot = 256 * (16 + 2 + 16), 3 * 128 * (32 + 2 + 16)
+    # Cold pages and their codebook, a ring of two pages and one of kept tokens; the salient ones' indices, and masses.
+    cold, hot = 256 * (16 + 2 + 16) + 16 * 4, 3 * 128 * (32 + 2 + 16)
     tables = 2 * 4 + 4  # block table, slots
-    per_layer = cold + hot + 4 * 32 + 4 * (256 + 32)
+    per_layer = cold + hot + 4 * 28 + 4 * (256 + 28)
     mixed = parse_variant("mixed", CONFIG).bytes_per_token(CONFIG, context)
     assert mixed == (layers * per_layer + tables) / context

@@ -54,7 +54,7 @@ def test_rounding_begins_after_the_given_step(tmp_path):
     assert abs(found["early"][-1] - found["exact"][-1]) < 0.1
 
 
-@pytest.mark.parametrize("format", ["mixed", pytest.param("nuq4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["nuq4", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_another_runs_weights_go_on_in_another_cache(format, tmp_path):
     """One flag; the weights are those of the first run, rotated or not, and its codebooks come with them."""
     first = tiny(tmp_path, model=WIDE, steps=4)
