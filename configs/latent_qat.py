@@ -3,7 +3,7 @@
     python -m train latent_qat          # after the base, see `latent_control`
 
 The same steps over the same tokens as `latent_control`, but in the second half each query reads its own view of the
-mixed cache: 8 bits near it and for sinks and salient tokens, 4 bits beyond. `python -m infer evaluate` tells what
+mixed cache: 8 bits near it and for the first tokens, 4 bits beyond. `python -m infer evaluate` tells what
 that is worth.
 
 Expect: some 20 minutes on two cores; held-out perplexity 14.5.
